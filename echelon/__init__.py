@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from echelon.base import moved_modules
 from echelon.base.version import __version__ as __version__
 
-#: Modules that are used by their names: ``echelon.nn.SparseEmbedding``.
-_PUBLIC_MODULES = ("data", "nn", "optim", "plan", "planner", "strategy", "zoo")
+#: Submodules that are part of the public API, such as ``echelon.nn.SparseEmbedding``.
+_PUBLIC_MODULES = ("data", "errors", "nn", "optim", "plan", "planner", "strategy", "zoo")
 
 moved_modules.install()
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """The public names are all loaded with the first that is asked for, and torch with them.
+        """Return the public name or submodule; the first public name imports all of them, and torch.
 
-        So commands that train nothing start in a tenth of the time.
+        Because of this lazy import, commands that do not train start in a tenth of the time.
         """
         from importlib import import_module
         from importlib.util import find_spec
 
         if name == "__all__" or not name.startswith("_"):
             found = find_spec(f"echelon.{name}")
-            if found is not None and found.origin is not None:  # no file: a folder that an older version left behind
+            if found is not None and found.origin is not None:  # origin is None for a directory of an older version
                 return import_module(f"echelon.{name}")
             public = import_module("echelon.api.public")
             if hasattr(public, name):
@@ -33,7 +33,7 @@ else:
         raise AttributeError(f"module 'echelon' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
 
     def __dir__() -> list[str]:
-        """Return the public names, which are read from the source: importing them would import torch."""
+        """Return the public names. They are read from the source, because an import would import torch."""
         import ast
         from pathlib import Path
 
@@ -43,5 +43,5 @@ else:
         return sorted({*ast.literal_eval(listed[0]), *_PUBLIC_MODULES, *own})
 
 
-if "torch" in sys.modules:  # before an optimizer is made, where that can still be
+if "torch" in sys.modules:  # lazy_dynamo must be imported before the first optimizer is created, if possible
     import echelon.base.lazy_dynamo  # noqa: F401

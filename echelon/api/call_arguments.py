@@ -1,4 +1,4 @@
-"""Arguments of ``distribute()``: sorted by type where they have no name; a wrong type is refused in one line."""
+"""Checks the arguments of ``distribute()`` and assigns positional ones by type; a wrong type raises ``UsageError``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from echelon.strategy.annotations.slices import Slices
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
-#: What ``distribute()`` takes by name only, or not at all, and what to write instead.
+#: Types that ``distribute()`` takes by keyword only, or not at all, and the remedy that the error names.
 _BY_NAME: tuple[tuple[tuple[type, ...], str], ...] = (
     ((torch.optim.lr_scheduler.LRScheduler, PerEpoch), "give it by name: scheduler=..."),
     ((DataLoader, Dataset, Loader), "leave it out, and ask the engine for its loader: engine.loader(...)"),
@@ -39,7 +39,7 @@ _BY_NAME: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def sort_given(given: Sequence[Any], **named: Any) -> tuple[Any, Any, Any]:
-    """Return optimizer, loss and strategy, which may be ``given`` without their names, in any order."""
+    """Return optimizer, loss and strategy; the positional arguments in ``given`` may come in any order."""
     for value in given:
         if value is None:
             continue
@@ -76,7 +76,7 @@ def _name_of(value: Any) -> str:
 def check_types(
     model: Any, optimizer: Any, loss: Any, strategy: Any, plan: Any, cluster: Any, elastic: Any, log: Any
 ) -> None:
-    """Refuse a value of a type that its option does not take."""
+    """Raise ``UsageError`` if an argument has a wrong type."""
     if not isinstance(model, nn.Module):
         several = "put several into an nn.ModuleDict" if isinstance(model, list | tuple | dict) else "pass the model"
         remedy = _make_one(model) if isinstance(model, type) else several
@@ -104,7 +104,7 @@ def _check_kind(name: str, value: Any, kinds: tuple[type, ...], remedy: str) -> 
 
 
 def _of_strategy(given: Any) -> str:
-    """Return what to write instead of names, dicts and paths."""
+    """Return the remedy for a name, a dict or a path that was passed as strategy."""
     if isinstance(given, Mapping):
         return "Strategy.from_dict(...)"
     if isinstance(given, str | Path) and Path(given).suffix in (".yaml", ".yml", ".json"):
@@ -113,7 +113,7 @@ def _of_strategy(given: Any) -> str:
 
 
 def as_checkpoint(given: Any) -> Checkpoint | None:
-    """Return the settings; a path is that of the directory, with the defaults."""
+    """Return the checkpoint settings; a path becomes ``Checkpoint(dir=path)``."""
     if isinstance(given, str | os.PathLike):
         return Checkpoint(dir=os.fspath(given))
     _check_kind("checkpoint", given, (Checkpoint,), "Checkpoint(dir=...), or the directory's path")
@@ -121,7 +121,7 @@ def as_checkpoint(given: Any) -> Checkpoint | None:
 
 
 def name_optimizers(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
-    """Return each optimizer under its name: ``main`` for one alone, else its key or its number."""
+    """Return the optimizers by name: ``main`` for a single one, else the key or the index."""
     if isinstance(given, torch.optim.Optimizer):
         return {"main": given}
     return dict(given) if isinstance(given, Mapping) else {str(i): item for i, item in enumerate(given)}
@@ -133,13 +133,13 @@ def _are_optimizers(given: Any) -> bool:
 
 
 def _not_optimizer(given: Any) -> Any:
-    """Return the first of several that is no optimizer, or what was given where it is not several."""
+    """Return the first item of a collection that is not an optimizer, else ``given`` itself."""
     items = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
     return next((item for item in items if not isinstance(item, torch.optim.Optimizer)), given)
 
 
 def _kind(value: Any) -> str:
-    """Return the value's type, in words."""
+    """Return a short description of the value or of its type, for error messages."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, str | bool | int | float):

@@ -1,4 +1,4 @@
-"""``distribute()``: from a model, its optimizer and a strategy to an Engine, equal on every rank."""
+"""``distribute()``: builds an Engine from a model, its optimizer and a strategy, the same on every rank."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def distribute(
     log: Log | None = None,
     **unknown: Any,
 ) -> Engine:
-    """Spread ``model`` over the processes of the job and return the engine that trains it.
+    """Distribute ``model`` over the processes of the job and return the engine that trains it.
 
-    model:      the torch module, the same on every process
-    given:      optimizer, loss and strategy may come without their names, in any order: their types tell them apart
-    optimizer:  one, or several as a list or a dict (then the loop is yours: ``backward`` and ``update``)
-    loss:       called as ``loss(output, target)``; ``None`` when the model returns its own loss
-    scheduler:  stepped once after every optimizer step; ``echelon.per_epoch(scheduler)``, after every epoch
-    strategy:   an ``echelon.Strategy``: sharding, mixed precision, gradient accumulation and more; by default plain
+    model:      torch module, the same on every process
+    given:      optimizer, loss and strategy as positional arguments in any order; their types tell them apart
+    optimizer:  one optimizer, or several as a list or a dict (user code then calls ``backward`` and ``update``)
+    loss:       function called as ``loss(output, target)``; ``None`` if the model returns its own loss
+    scheduler:  scheduler stepped after every optimizer step; ``echelon.per_epoch(scheduler)`` is stepped every epoch
+    strategy:   ``echelon.Strategy`` with sharding, mixed precision, gradient accumulation and more; default: plain
                 data parallelism with the fast path
-    plan:       a Plan to run instead of the one made from ``strategy``; or a saved plan, or the path of one
-    cluster:    which devices make up one copy of a model with marks; all of them, by default
-    sample:     a batch as ``step`` will get it: a pipeline is cut with it now, instead of with the first batch; with
-                ``auto`` the plan is found with it
-    checkpoint: where and how often to save by itself; training resumes from there with the same command. A path alone
-                is ``Checkpoint(dir=path)``
-    elastic:    what becomes of batch and learning rate when training goes on with another number of ranks; by default
-                it applies where the launcher lets hosts come and go (docs/elastic.md)
-    log:        an ``echelon.Log``: what the console shows and which files are written; by default a line per ten steps
+    plan:       Plan to run instead of the one made from ``strategy``; or a saved plan, or the path of one
+    cluster:    devices that make up one replica of an annotated model; default: all devices
+    sample:     batch as ``step`` will get it: a pipeline is partitioned with it now, instead of with the first batch;
+                with ``auto`` the plan is found with it
+    checkpoint: directory and interval of automatic checkpoints; the same command resumes from them. A path alone
+                means ``Checkpoint(dir=path)``
+    elastic:    rule for batch size and learning rate when training resumes on another number of ranks; default: the
+                rule applies if the launcher lets hosts join and leave (docs/elastic.md)
+    log:        ``echelon.Log`` with the console output and the files to write; default: one line per ten steps
 
     >>> engine = echelon.distribute(model, optimizer, loss=F.cross_entropy, strategy=echelon.Strategy(shard=1))
     >>> for x, y in engine.loader(dataset, global_batch=64):
@@ -108,7 +108,7 @@ def distribute(
     terms = DistributeArgs(asked, collect(model), plan, cluster, elastic)
     terms = terms if witness is None else witness.terms(terms)
     settled = _settle(terms, world, model, loss, optimizers, served, found=trial is not None)
-    if trial is not None or witness is not None:  # it leaves no trace
+    if trial is not None or witness is not None:  # trials and verification write no checkpoints and no logs
         checkpoint, log = None, Log(console=False)
     choosing = _choosing(settled, world, model, loss, optimizers)
     engine = Engine(
@@ -134,10 +134,12 @@ _OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("gi
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What is gone by on this number of ranks.
+    """The configuration resolved for the current world size.
 
-    plan:     made from strategy and marks; where another one is ``saved`` or to be found, until then
-    reshaped: a line where ranks do not make the shape that was asked for
+    plan:     plan made from strategy and marks; provisional if a ``saved`` plan or ``auto`` replaces it
+    saved:    saved plan or the plan of a file; None without one
+    rule:     elastic rule in force; None without one
+    reshaped: log line if the ranks do not fit the requested mesh; None otherwise
     """
 
     strategy: Strategy
@@ -157,7 +159,10 @@ def _settle(
     served: ParameterServerSession | None,
     found: bool,
 ) -> ResolvedConfig:
-    """``found``: the plan is a candidate that is tried."""
+    """Resolve strategy, marks and plan for the current world size.
+
+    found: True if this process times a candidate of ``auto``
+    """
     asked, marks, saved, here = terms.strategy, terms.marks, find_saved(terms.plan), world.place.local_world_size
     found = found or saved is not None or bool(asked.auto)
     if found:
@@ -165,7 +170,7 @@ def _settle(
     rule = rule_in_force(terms.elastic, by_servers=served is not None and served.dense)
     marks, slices, reshaped = fit_to_ranks(rule, marks, terms.cluster or current_cluster(), world.size, here)
     plan = make_plan(model, optimizers, asked, world.size, here, marks, slices)
-    if not found:  # plans that are found say it themselves
+    if not found:  # a plan that was found already includes its fast path
         plan = choose_fast_path(plan, asked, world, model, optimizers, served is not None, loss)
     return ResolvedConfig(asked, marks, plan, saved, rule, reshaped)
 
@@ -182,7 +187,7 @@ def _choosing(
 
 
 def _begin(engine: Engine, choosing: AutoPlanner, settled: ResolvedConfig, given: Any, batch: Any) -> None:
-    """Have the engine go by its plan; with ``auto`` and no batch yet it begins with the first one."""
+    """Start the engine with its plan; with ``auto`` and no batch, the engine starts when the first batch arrives."""
     if engine.trial is not None:
         choosing.run(engine, engine.trial.candidate, batch)
     elif settled.saved is not None:
@@ -195,7 +200,7 @@ def _begin(engine: Engine, choosing: AutoPlanner, settled: ResolvedConfig, given
 
 
 def _witness(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | None:
-    """Who looks on, in a process that ``echelon verify`` has started."""
+    """Return the observer if ``echelon verify`` has started this process, else None."""
     if VERIFY not in os.environ:
         return None
     from echelon.tools.verify.attach import find_verify_observer
@@ -204,7 +209,10 @@ def _witness(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | No
 
 
 def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | None:
-    """With other ranks than the cluster was described with, the plan is found for the devices that are there."""
+    """Drop the cluster description of ``auto`` if elastic training runs on another number of ranks.
+
+    The plan is then found for the devices that are present.
+    """
     if auto is None or auto.cluster is None or rule is None:
         return auto
     from echelon.planner.cluster.cluster import Cluster
@@ -213,7 +221,7 @@ def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | No
 
 
 def _copies(served: ParameterServerSession | None) -> bool:
-    """Whether ranks keep copies of their state with their launchers; servers keep that of their workers."""
+    """Return True if launchers hold in-memory snapshots of the ranks; servers keep the state of their own workers."""
     return whole_number(os.environ, COPIES, 0) > 0 and not (served is not None and served.dense)
 
 
@@ -225,7 +233,7 @@ def _say_what_is_idle(engine: Engine, asked: Strategy) -> None:
 def _served(
     model: nn.Module, strategy: Strategy, optimizers: Mapping[str, torch.optim.Optimizer], world: World
 ) -> ParameterServerSession | None:
-    """What trains on parameter servers, when the job has them or the model has sparse tables."""
+    """Return the parameter-server session if the strategy, the job or a sparse table needs one, else None."""
     asked = strategy.part(ParameterServer)
     if asked is None and world.role.role == "alone" and not _has_tables(model):
         return None
@@ -248,7 +256,11 @@ def _has_tables(model: nn.Module) -> bool:
 
 
 def _world_of(served: ParameterServerSession | None, world: World) -> World:
-    """Workers whose dense parameters live on servers each train alone; others of a job with servers come together."""
+    """Return the world that this process trains in.
+
+    Workers whose dense parameters live on servers have a world size of 1. Other workers of a job with servers form one
+    process group.
+    """
     if served is None or not served.remote:
         return world
     if served.dense:

@@ -1,4 +1,4 @@
-"""What ``distribute()`` goes by."""
+"""The arguments of ``distribute()`` that determine the plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.strategy.annotations.slices import Slices
 
 
 class DistributeArgs(NamedTuple):
-    """What was asked for, by the script and by the model's marks."""
+    """The options from the script and the marks of the model."""
 
     strategy: Strategy
     marks: ModelMarks

@@ -1,6 +1,6 @@
-"""``launch(fn, procs=2)``: a function on several processes of one job, from a notebook or from any Python session.
+"""``launch(fn, procs=2)``: runs a function on several processes of one job, from a notebook or any Python session.
 
-Processes are forked, so that functions of cells, and the data they close over, are simply there.
+Processes are forked, so functions of notebook cells and the data in their closures need no pickling.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from echelon.base.errors import EchelonError, UsageError
 from echelon.base.user_traceback import format_error
 from echelon.distributed import world
 
-#: Seconds within which a rank that only followed another's failure may be overtaken by the true culprit.
+#: Seconds to wait for other ranks after the first failure, because the rank that caused it may report later.
 LINGER = 1.0
-#: Frames of this file between a rank's beginning and the user's function.
+#: Stack frames of this file above the user's function.
 OURS = 2
-#: What is kept of what a rank prints, rank 0 aside, to be shown when it fails.
+#: Bytes of output kept for each rank except rank 0, shown if the rank fails.
 KEPT = 64 * 1024
 
 
@@ -48,12 +48,12 @@ class LaunchError(EchelonError):
 
 
 def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named: Any) -> list[Any]:
-    """Call ``fn(*args, **named)`` on ``procs`` processes of one job and return what each returned, in rank order.
+    """Call ``fn(*args, **named)`` on ``procs`` processes of one job and return their results in rank order.
 
-    procs: one for each GPU, or 2, where it is left out
+    procs: number of processes; default: one per GPU, at least 2
 
-    Rank 0's output appears here. When a rank fails the others are ended, and its traceback is in the error. Each rank
-    computes with one thread.
+    The output of rank 0 is shown here. If a rank fails, the other ranks are killed, and ``LaunchError`` contains its
+    traceback. Each rank computes with one thread.
     """
     count = procs if procs is not None else max(2, torch.cuda.device_count())
     _refuse(count)
@@ -70,7 +70,7 @@ def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named
             master_listen_fd=os.dup(listener.fileno()),
         )
         results = _follow(ranks)
-        del store  # it served until the last rank was done
+        del store  # the store must live until the last rank is done
     return results
 
 
@@ -79,7 +79,7 @@ def _refuse_call(fn: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise UsageError(f"launch({fn!r}): give a function, and its arguments after it")
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # of some built-in functions nothing is known
+    except ValueError:  # some built-in functions have no signature
         return
     try:
         signature.bind(*args, **named)
@@ -129,7 +129,7 @@ def _start(number: int, count: int, listener: socket.socket, call: Callable[[], 
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    with warnings.catch_warnings():  # other threads may hold locks: ranks use none of the parent's streams and pools
+    with warnings.catch_warnings():  # other threads may hold locks, but ranks use no streams or pools of the parent
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -149,7 +149,7 @@ def _be(
     printing: Connection,
     call: Callable[[], Any],
 ) -> NoReturn:
-    """The whole life of a rank; it never returns into the caller's program."""
+    """Run the rank in the forked process and exit it; never return into the caller's program."""
     code = 1
     try:
         _die_with(parent)
@@ -171,15 +171,18 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's interrupt ends all of them together
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller kills all ranks when it is interrupted
 
 
 def _direct_output(printing: Connection) -> None:
-    """Into the pipe, also what is not Python's. A notebook's own streams belong to threads that were not forked."""
+    """Redirect stdout and stderr, including output of native code, into the pipe.
+
+    The streams of a notebook belong to threads that were not forked.
+    """
     for number in (1, 2):
         os.dup2(printing.fileno(), number)
     faulthandler.enable(1)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115 - as long as the process
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115 - open until process exit
     sys.stderr = sys.stdout
     setattr(sys, "__stdout__", sys.stdout)  # noqa: B010 - a progress bar writes there; "final" to type checkers
 
@@ -194,7 +197,7 @@ def _take_place(number: int, count: int, listener: socket.socket) -> None:
     os.environ.pop(RESTART_COUNT, None)
     world.forget()
     gc.enable()
-    torch.set_num_threads(1)  # the threads of the parent's pool were not forked, and waiting for them would not end
+    torch.set_num_threads(1)  # the threads of the parent's pool were not forked; waiting for them would hang
 
 
 def _called(call: Callable[[], Any]) -> _RankOutcome:
@@ -214,7 +217,7 @@ def _called(call: Callable[[], Any]) -> _RankOutcome:
 
 
 def _told(error: BaseException) -> str:
-    """From the user's function on: the frames above are ours."""
+    """Format the error with its traceback from the user's function on, without the frames of this file."""
     above = error.__traceback__
     for _ in range(OURS):
         above = above.tb_next if above is not None else None
@@ -222,7 +225,10 @@ def _told(error: BaseException) -> str:
 
 
 def _inherit_no_exit_handlers() -> None:
-    """The caller's are not ours to run: a notebook saves its history there. Loaders' workers need multiprocessing's."""
+    """Remove the caller's exit handlers, for example a notebook's that saves its history.
+
+    The handler of multiprocessing stays, because DataLoader workers need it.
+    """
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 
@@ -232,7 +238,7 @@ def _inherit_no_exit_handlers() -> None:
 
 @contextlib.contextmanager
 def _ended_in_any_case() -> Iterator[list[_LaunchedRank]]:
-    """No process outlives the call, whether it returns, raises or is interrupted."""
+    """Kill all ranks on exit, whether the call returns, raises or is interrupted."""
     ranks: list[_LaunchedRank] = []
     try:
         yield ranks
@@ -248,9 +254,9 @@ def _ended_in_any_case() -> Iterator[list[_LaunchedRank]]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """An interrupt between a fork and our taking note of it would leave a process that nobody ends: it comes after."""
+    """Defer SIGINT until exit: an interrupt between the fork and recording its pid would leave an orphan process."""
     before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():  # none of ours comes here
+    if before is None or threading.current_thread() is not threading.main_thread():  # no Python handler runs here
         yield
         return
     came: list[int] = []
@@ -265,7 +271,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collected_by_the_caller_alone() -> Iterator[None]:
-    """Freeze the heap around a fork, so that a rank never collects objects of the caller.
+    """Freeze the heap around a fork, so that a rank never garbage-collects objects of the caller.
 
     A destructor that joins a thread (a process group, an RPC client) hangs or crashes in a process that was forked
     without the thread. Frozen pages also stay shared.
@@ -283,7 +289,10 @@ def _collected_by_the_caller_alone() -> Iterator[None]:
 
 
 def _follow(ranks: list[_LaunchedRank]) -> list[Any]:
-    """Show what rank 0 prints until all have returned, or one has failed."""
+    """Show the output of rank 0 until all ranks have returned or one has failed, and return their results.
+
+    Raises ``LaunchError`` with the first failure.
+    """
     deadline: float | None = None
     sources: dict[Any, _LaunchedRank] = {end: rank for rank in ranks for end in (rank.result, rank.output)}
     while sources:
@@ -301,15 +310,15 @@ def _follow(ranks: list[_LaunchedRank]) -> list[Any]:
 
 
 def _take(rank: _LaunchedRank, source: Any) -> bool:
-    """Whether more may come from there."""
+    """Read from this pipe of a rank; return True if more data may follow."""
     if source is rank.output:
         data = os.read(source.fileno(), 1 << 16)
         _show(rank, data)
         return bool(data)
     try:
         told = source.recv_bytes()
-    except (EOFError, OSError):  # it is gone, before what it had to tell or within it
-        rank.ended = rank.ended or _RankOutcome(error=_death(rank))  # no echo of another's, so the first
+    except (EOFError, OSError):  # the process died before or while it sent its result
+        rank.ended = rank.ended or _RankOutcome(error=_death(rank))  # time 0: not a consequence, so it counts as first
         return False
     rank.ended = _unpacked(told)
     return True
@@ -317,7 +326,7 @@ def _take(rank: _LaunchedRank, source: Any) -> bool:
 
 def _unpacked(told: bytes) -> _RankOutcome:
     try:
-        return _RankOutcome(*pickle.loads(told))  # from our own child
+        return _RankOutcome(*pickle.loads(told))  # the data comes from our own child process
     except Exception as error:
         what = f"what it returned cannot be put together again here ({type(error).__name__}: {error})"
         return _RankOutcome(error=f"{what}; return numbers, dicts or tensors on the CPU", time=time.time())
@@ -325,7 +334,7 @@ def _unpacked(told: bytes) -> _RankOutcome:
 
 def _show(rank: _LaunchedRank, data: bytes) -> None:
     if rank.number == 0:
-        sys.stdout.write(rank.letters.decode(data, final=not data))  # a read may end within a letter
+        sys.stdout.write(rank.letters.decode(data, final=not data))  # a read may end within a character
         sys.stdout.flush()
     else:
         rank.printed = (rank.printed + data)[-KEPT:]

@@ -1,4 +1,4 @@
-"""The public names: what ``echelon.X`` and ``from echelon import X`` give, when the first of them is asked for."""
+"""The public names ``echelon.X``, imported when the first of them is used."""
 
 from echelon.api.distribute import distribute
 from echelon.api.launch import LaunchError, launch
@@ -107,4 +107,4 @@ __all__ = [
     "world_size",
 ]
 
-install_hook()  # a mistake before init(), too, is one line
+install_hook()  # errors before init() are one line, too

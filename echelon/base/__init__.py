@@ -1,1 +1,1 @@
-"""What every package may import: errors, configuration, environment, formatting, network and credentials."""
+"""Modules that every package may import: errors, configuration, environment, formatting, network and credentials."""

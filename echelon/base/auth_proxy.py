@@ -1,6 +1,7 @@
-"""torch's TCPStore has no lock on its door. With a secret it listens on loopback only, behind a gate that asks for it.
+"""An authenticating proxy for torch's TCPStore, which has no authentication of its own.
 
-Whoever wants in from another host goes through a tunnel of its own launcher, which knows the secret.
+With a job secret, the store listens on loopback only, behind an ``AuthProxy`` that asks for the secret. Processes on
+other hosts connect through the ``AuthTunnel`` of their own launcher, which knows the secret.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from echelon.base.errors import PeerLost, UsageError
 from echelon.base.job_secret import PATIENCE, HandshakeError, calleds_proof, callers_proof
 from echelon.base.proxy_loop import ProxyConnection, ProxyListener, is_ours, join, stay_alert, wait_for
 
-#: Callers at once who have not proven themselves yet. A proof takes one round trip; hundreds of ranks come together.
+#: Limit of unauthenticated connections. The proof takes one round trip; hundreds of ranks connect at once.
 STRANGERS = 256
 
 
 class WrongSecret(UsageError):
-    """The job we called has another secret than ours."""
+    """The called job has a different secret."""
 
 
 def serve_store(address: str, port: int, token: bytes | None, timeout: timedelta) -> tuple[TCPStore, int]:
-    """A store that other hosts reach at ``address:port`` (0: any free port); the store, and the port."""
+    """Start a store that other hosts reach at ``address:port`` (0: any free port); return the store and the port."""
     listener = network.listen(address, port)
     if token is None:
         port = int(listener.getsockname()[1])
@@ -46,9 +47,9 @@ def serve_store(address: str, port: int, token: bytes | None, timeout: timedelta
 
 
 def local_store_endpoint(address: str, port: int, token: bytes | None) -> tuple[str, int]:
-    """Where a store served elsewhere is reached from this host: itself, or with a secret our tunnel to it.
+    """Return the endpoint at which this host reaches a store: its own, or with a secret that of a local tunnel.
 
-    The first time for a store it is called once, so that a wrong secret is told here: ``WrongSecret``.
+    The first call for a store connects once, so that a wrong secret raises ``WrongSecret`` here.
     """
     if token is None:
         return address, port
@@ -63,7 +64,7 @@ def local_store_endpoint(address: str, port: int, token: bytes | None) -> tuple[
 
 
 class AuthProxy:
-    """Lets in who knows the secret, and passes on what they say to the store behind it."""
+    """Accepts connections that prove the secret, and forwards their bytes to the store behind it."""
 
     def __init__(self, listener: socket.socket, behind: int, token: bytes) -> None:
         self._behind, self._token = behind, token
@@ -86,7 +87,7 @@ class AuthProxy:
 
 
 class AuthTunnel:
-    """A port on loopback for the ranks of this host; each connection goes on to the gate by one of our own."""
+    """A loopback port for the ranks of this host; each connection is forwarded to the proxy by its own connection."""
 
     def __init__(self, address: str, port: int, token: bytes) -> None:
         self._target, self._token = (address, port), token
@@ -105,7 +106,7 @@ class AuthTunnel:
         await join(near, far)
 
 
-#: stores that we serve ourselves, by where others reach them; and our tunnels to others
+#: Stores that this process serves, by the endpoint that others use; and the tunnels to stores of other processes.
 _served: dict[tuple[str, int], int] = {}
 _tunnels: dict[tuple[str, int], AuthTunnel] = {}
 _changing = threading.Lock()
@@ -119,18 +120,18 @@ def _store_at(address: str, listener: socket.socket, timeout: timedelta) -> TCPS
 
 
 def _forget(address: str, gate: AuthProxy) -> None:
-    _served.pop((address, gate.door.port), None)  # no lock: this may run at any moment of any thread
+    _served.pop((address, gate.door.port), None)  # no lock: a finalizer may run at any moment, in any thread
     gate.door.close()
 
 
 def _close_idle_tunnels() -> None:
-    """Every round has a store of its own; those that no rank uses any more are over."""
+    """Close the tunnels that no rank uses any more: every rendezvous round has its own store."""
     for target in [target for target, tunnel in _tunnels.items() if tunnel.door.idle]:
         _tunnels.pop(target).door.close()
 
 
 def _want_descriptors() -> None:
-    """Each rank of another host takes three of ours; the usual 1024 would do for a few hundred ranks."""
+    """Raise the limit of file descriptors: each remote rank takes three, so the usual 1024 serve only a few hundred."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft < enough:

@@ -1,4 +1,4 @@
-"""Whose code something is: the user's, which may read anything, or a library's, which is taken to be fixed."""
+"""Tells user code, which may read anything, from library code, which is assumed not to change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTALLED = (
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a source file is the user's own; cells of notebooks and lines that are typed in have none."""
+    """Return True if a source file is the user's own. Notebook cells and interactive input count as user code."""
     if file.startswith("<"):
         return not file.startswith("<frozen")
     path = Path(file).resolve()
@@ -28,7 +28,7 @@ def is_users(file: str) -> bool:
 
 
 def is_followed(thing: type | types.ModuleType) -> bool:
-    """Whether a class or module is looked into by name: the user's, and Echelon's own, which tell how far a run is."""
+    """Return True if guards look into a class or module: the user's and Echelon's own, which hold progress."""
     name = thing.__module__ if isinstance(thing, type) else thing.__name__
     if name == "__main__" or name.partition(".")[0] == "echelon":
         return True
@@ -37,6 +37,6 @@ def is_followed(thing: type | types.ModuleType) -> bool:
 
 
 def is_library(kind: type) -> bool:
-    """Whether objects of a class are no data: those of torch, NumPy and Python itself."""
+    """Return True if objects of a class are not user data: those of torch, NumPy and Python itself."""
     top = kind.__module__.partition(".")[0]
     return top in ("torch", "numpy") or top in sys.stdlib_module_names

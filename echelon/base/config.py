@@ -1,7 +1,7 @@
-"""Configuration as frozen dataclasses that refuse what they do not know.
+"""Configuration as frozen dataclasses that refuse unknown names.
 
-A misspelt field or a value of the wrong type is a one-line error at construction, not a surprise at step 40. What was
-written to JSON or YAML comes back through ``build``, under the same rules.
+A misspelt field or a value of the wrong type is a one-line error at construction, not a surprise at step 40. ``build``
+reads values from JSON or YAML under the same rules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def strict(cls: type[T]) -> type[T]:
         given = _in_our_names(made, given, cls.__name__)
         _check_names(made, given, cls.__name__)
         for name, value in given.items():
-            if isinstance(value, dict | list):  # settings, tuples: as files have them
+            if isinstance(value, dict | list):  # nested settings and tuples, as JSON and YAML files have them
                 given[name] = _typed(_hint(made, name), value, f"{cls.__name__}.{name}")
         _check_types(made, given, cls.__name__)
         plain_init(self, **given)
@@ -42,25 +42,25 @@ def strict(cls: type[T]) -> type[T]:
 
 
 def _refuse_change(self: Any, name: str, value: Any) -> None:
-    """Say how to write what a mutable object would be told afterwards."""
+    """Raise an error that shows the constructor call to write instead of the assignment."""
     made = f"{type(self).__name__}({name}={_short(value)}, ...)"
     raise FrozenOptionError(f"a {type(self).__name__} is not changed once it is made; give all options at once: {made}")
 
 
 class FrozenOptionError(UsageError, AttributeError):
-    """An option of a frozen object was set after it was made."""
+    """An option of a frozen object was set after construction."""
 
 
 def _in_our_names(kind: Any, given: Mapping[Any, Any], label: str) -> Any:
-    """Translate names that a class knows from elsewhere, by its static method ``in_our_names``."""
+    """Translate names of other frameworks, if the class has a static method ``in_our_names``."""
     translate = getattr(kind, "in_our_names", None)
     return given if translate is None else translate(given, label)
 
 
 def build(kind: type[T], plain: Any, path: str = "") -> T:
-    """A strict dataclass from JSON or YAML values: dicts become its parts, lists its tuples, as its types say.
+    """Build a strict dataclass from JSON or YAML values: dicts become nested classes, lists tuples, as its types say.
 
-    Names, types and sizes are checked as by the constructor; ``path`` is what an error calls the place. A float may be
+    Names, types and sizes are checked as by the constructor; ``path`` names the place in errors. A float may be
     text, because YAML reads ``1e-3`` (no dot) as text.
     """
     path = path or kind.__name__
@@ -72,12 +72,12 @@ def build(kind: type[T], plain: Any, path: str = "") -> T:
     _check_types(kind, values, path)
     try:
         return kind(**values)
-    except UsageError as error:  # right names and types, wrong size: so far it names the class, not the place
+    except UsageError as error:  # right names and types, wrong size: the message names the class, not yet the path
         raise UsageError(str(error).replace(f"{kind.__name__}(", f"{path}(", 1)) from None
 
 
 def _typed(kind: Any, plain: Any, path: str) -> Any:
-    """``plain`` as ``kind`` where there is a way; otherwise as it is, for the type check to name."""
+    """Convert ``plain`` to ``kind`` if possible; otherwise return it unchanged, so that the type check reports it."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if fits(plain, kind):
         return plain
@@ -97,7 +97,7 @@ def _typed(kind: Any, plain: Any, path: str) -> Any:
 
 
 def _typed_as_one_of(options: tuple[Any, ...], plain: Any, path: str) -> Any:
-    if isinstance(plain, Mapping):  # of several parts, the one that knows the most of these names
+    if isinstance(plain, Mapping):  # try the class with the most of these names first
         parts = [option for option in options if _is_strict(option)]
         parts.sort(key=lambda part: -len(set(plain) & _names(part)))
         options = (*parts, *options)
@@ -116,7 +116,7 @@ def _number(text: str) -> float | str:
 
 
 def _kinds(inner: tuple[Any, ...], count: int) -> list[Any]:
-    """The type of each of ``count`` items, for ``tuple[X, ...]`` and ``tuple[X, Y]`` alike."""
+    """Return the type of each of ``count`` items, for ``tuple[X, ...]`` and ``tuple[X, Y]`` alike."""
     return [inner[0]] * count if inner[-1:] == (Ellipsis,) else list(inner)
 
 
@@ -139,7 +139,7 @@ def _hint(kind: Any, name: str) -> Any:
     return _hints(kind)[name]
 
 
-_hints = functools.cache(typing.get_type_hints)  # a plan has a thousand parameters of one class
+_hints = functools.cache(typing.get_type_hints)  # cached: a plan has a thousand parameters of one class
 
 
 def _is_strict(kind: Any) -> bool:
@@ -151,13 +151,13 @@ def _names(kind: Any) -> set[str]:
 
 
 def _short(value: Any, limit: int = 100) -> str:
-    """For one line of a message: a wrong value may be a whole file."""
+    """Return ``repr(value)`` cut to one line of a message: a wrong value may be a whole file."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` is of the annotated ``kind``. An int is a fine float; a bool is not a fine int."""
+    """Return True if ``value`` is of the annotated ``kind``. An int passes as a float, a bool not as an int."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return True
@@ -168,7 +168,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         if not isinstance(value, tuple) or len(value) != len(_kinds(inner, len(value))):
             return False
-        if inner[-1:] == (Ellipsis,) and set(map(type, value)) <= {inner[0]}:  # thousands of floats, as it may be
+        if inner[-1:] == (Ellipsis,) and set(map(type, value)) <= {inner[0]}:  # fast path for thousands of floats
             return True
         return all(map(fits, value, _kinds(inner, len(value))))
     if origin is dict:
@@ -181,7 +181,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """The annotation in words: ``'fp16', 'bf16' or None``."""
+    """Return the annotation as text for a message: ``'fp16', 'bf16' or None``."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Literal, Union, types.UnionType):
         return _either(_choices(kind))
@@ -208,6 +208,6 @@ def _either(words: list[str]) -> str:
 
 
 def require(holds: bool, owner: object, name: str, wanted: str) -> None:
-    """Refuse a value that has the right type but not the right size; for ``__post_init__`` of a strict class."""
+    """Raise if a value has the right type but not the right size; for ``__post_init__`` of a strict class."""
     if not holds:
         raise UsageError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): expected {wanted}")

@@ -1,4 +1,4 @@
-"""Endpoints as users write them: ``host:port`` of servers and of trainers, in lists by commas."""
+"""Parses endpoints as users write them: ``host:port`` of servers and of trainers, in comma-separated lists."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from echelon.base.errors import UsageError
 
-#: How many trainers there are, or the endpoints of all of them; None: the environment says it.
+#: The number of trainers, or the endpoints of all of them; None: read it from the environment.
 Trainers = int | str | Sequence[str] | None
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """``host:port`` in its two parts; an IPv6 host stands in brackets. Port 0: any free one, for a server."""
+    """Split ``host:port``; an IPv6 host stands in brackets. Port 0 means any free port, for a server."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"'{endpoint}' is no endpoint; write HOST:PORT, for example 127.0.0.1:6174")
@@ -19,7 +19,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def parse_endpoints(given: str | Sequence[str], kind: str = "server") -> tuple[str, ...]:
-    """Return the endpoints of a list, written with commas or as a sequence; each a ``host:port``, none twice."""
+    """Return the endpoints of a comma-separated text or a sequence; each is a ``host:port``, and none appears twice."""
     parts = given.split(",") if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(part, str) for part in parts):
         raise UsageError(f"{given!r} is no list of {kind}s; write 'HOST:PORT,HOST:PORT'")
@@ -33,7 +33,7 @@ def parse_endpoints(given: str | Sequence[str], kind: str = "server") -> tuple[s
 
 
 def read_trainers(given: Trainers) -> int | tuple[str, ...] | None:
-    """Return the number of trainers, or their endpoints, as ``trainers`` was given; digits in text are a number."""
+    """Return the number of trainers, or their endpoints, depending on what was given; text of digits is a number."""
     if given is None or given == "":
         return None
     if isinstance(given, int) or (isinstance(given, str) and ":" not in given) or not isinstance(given, Iterable):
@@ -42,7 +42,7 @@ def read_trainers(given: Trainers) -> int | tuple[str, ...] | None:
 
 
 def read_trainer_id(given: int | str | None) -> int | None:
-    """Return the number of this trainer, as ``trainer_id`` was given; digits in text are a number."""
+    """Return the index of this trainer; text of digits is a number."""
     if given is None or given == "":
         return None
     return _whole(given, f"trainer_id is {given!r}, which is no whole number; number the trainers from 0")

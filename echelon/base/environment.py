@@ -1,8 +1,8 @@
-"""Where this process stands in the job, read from whichever launcher started it.
+"""The rank and job of this process, read from the environment variables of the launcher that started it.
 
-One home for every name of an environment variable. The first launcher whose variables are present wins:
-``echelon run`` and ``torchrun`` (RANK ...), Slurm's ``srun``, Open MPI's ``mpirun``; with none, one process, or
-a trainer that was announced by its endpoint (echelon/distributed/endpoint_trainers.py).
+All names of environment variables are defined here. The first launcher whose variables are present wins: ``echelon
+run`` and ``torchrun`` (RANK ...), Slurm's ``srun``, Open MPI's ``mpirun``. Without any of them there is one process,
+or a trainer that is described by its endpoint (echelon/distributed/endpoint_trainers.py).
 """
 
 from __future__ import annotations
@@ -16,83 +16,83 @@ from dataclasses import dataclass
 from echelon.base.errors import UsageError
 
 LOG_DIR = "ECHELON_LOG_DIR"
-#: Where a run is written down, where that is not the log directory (``echelon train`` has an output_dir).
+#: The directory of the run log, if it is not the log directory (``echelon train`` has an output_dir).
 RECORD_DIR = "ECHELON_RECORD_DIR"
-# Names that Paddle's scripts look for. The launcher sets them; the number of hosts may also be asked for by them.
+# Names that Paddle's scripts read. The launcher sets them; the number of hosts may also be given by them.
 PADDLE_RANK, PADDLE_WORLD = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
 PADDLE_ENDPOINTS, PADDLE_ENDPOINT = "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"
 PADDLE_HOSTS = ("PADDLE_NUM_TRAINERS", PADDLE_WORLD)
 LOOPBACK = "127.0.0.1"
 
-# A job with parameter servers: who this process is, and where the servers are. The first three are Paddle's names.
+# A job with parameter servers: role of this process, and endpoints of the servers. The first three are Paddle's names.
 TRAINING_ROLE = "TRAINING_ROLE"  # TRAINER or PSERVER
 PADDLE_SERVERS = ("PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_PSERVER_ENDPOINTS")
 POD_IP, PADDLE_PORT = "POD_IP", "PADDLE_PORT"
-#: The secret that servers ask of whoever calls, and the name of this run of the job.
+#: The token that servers require from clients, and the name of this run of the job.
 PS_TOKEN, PS_SESSION = "ECHELON_PS_TOKEN", "ECHELON_PS_SESSION"
-#: The token in a file; certificates and keys as PEM files: one's own, whom to trust, whose clients to let in.
+#: A file with the token; PEM files: own certificate and key, CA of trusted servers, CA of accepted clients.
 PS_TOKEN_FILE, PS_CERT, PS_KEY = "ECHELON_PS_TOKEN_FILE", "ECHELON_PS_CERT", "ECHELON_PS_KEY"
 PS_CA, PS_CLIENT_CA = "ECHELON_PS_CA", "ECHELON_PS_CLIENT_CA"
-#: The directory in which servers keep their state; seconds to wait for a role that has not come.
+#: The directory in which servers keep their state; seconds to wait for a role that has not joined yet.
 PS_STATE, PS_JOIN_TIMEOUT = "ECHELON_PS_STATE", "ECHELON_PS_JOIN_TIMEOUT"
-#: The file by which workers that joined torch.distributed tell their launcher that they stand and fall together.
+#: The file by which workers that joined torch.distributed tell the launcher that a failure of one ends them all.
 BOUND_MARK = "ECHELON_BOUND_MARK"
-#: How often the launcher has started this very process again; RESTART_COUNT: how often all of them together.
+#: How often the launcher has restarted this process; RESTART_COUNT: how often it has restarted all ranks together.
 RESTARTS, RESTART_COUNT = "ECHELON_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
-#: Set to True where the launcher serves the ranks' store; else rank 0 does.
+#: "True" if the launcher serves the ranks' store; otherwise rank 0 does.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-#: Set where echelon.launch() started the process.
+#: Set if echelon.launch() started the process.
 LAUNCHED = "ECHELON_LAUNCHED"
-#: Which server of the list this process is; ``echelon run`` names the log after it.
+#: The index of this server process in the list; ``echelon run`` names the log after it.
 SERVER_INDEX = "ECHELON_SERVER"
 
-#: Where programs keep what they can make again; ``~/.cache`` where it is not set. ``echelon bench`` writes there.
+#: The directory of caches; ``~/.cache`` by default. ``echelon bench`` writes there.
 CACHE_HOME = "XDG_CACHE_HOME"
-#: Where data that was asked for by its URL is kept; ``echelon/data`` in the cache where it is not set.
+#: The directory of downloaded data sets; ``echelon/data`` in the cache by default.
 DATA_DIR = "ECHELON_DATA_DIR"
 
-#: The file with the plan to run; one with a candidate to be timed in a process that is thrown away.
+#: The file with the plan to run; a file with a candidate plan to time in a throw-away process.
 PLAN, TRIAL = "ECHELON_PLAN", "ECHELON_TRIAL"
-#: ``echelon plan`` starts a script with it: a file with the question that ``distribute()`` answers, and trains nothing.
+#: Set by ``echelon plan``: a file with the question that ``distribute()`` answers instead of training.
 PLAN_ONLY = "ECHELON_PLAN_ONLY"
-#: ``echelon verify`` starts a script with it: a file that says what its processes are to write down, or to compare.
+#: Set by ``echelon verify``: a file that says which values the processes record or compare.
 VERIFY = "ECHELON_VERIFY"
 
 #: The secret of a job on several hosts, or a file that holds it.
 TOKEN, TOKEN_FILE = "ECHELON_TOKEN", "ECHELON_TOKEN_FILE"
-#: How many hosts an elastic job may have, as ``2:8``.
+#: The range of the number of hosts of an elastic job, as ``2:8``.
 ELASTIC = "ECHELON_ELASTIC"
-#: Where ranks keep copies of their state between steps (see echelon/memory), and after every how many steps.
+#: The snapshot servers of the hosts as JSON (see echelon/checkpoint/in_memory), and the interval of snapshots in steps.
 MEMORY, COPIES = "ECHELON_MEMORY", "ECHELON_COPIES"
-#: A directory: a rank that can save and leave when it is asked to (SIGTERM, SIGUSR1) puts a file ``rank-N`` there.
+#: A directory: a rank that saves and exits on SIGTERM or SIGUSR1 creates a file ``rank-N`` there.
 LEAVE_MARK = "ECHELON_LEAVE_MARK"
-#: Seconds that a rank may be late before all consoles say so; 0: never.
+#: Seconds that a rank may be late before all consoles report it; 0: never.
 STALL = "ECHELON_STALL"
-#: Set where the launcher judges who is late; else rank 0 does.
+#: Set if the launcher detects late ranks; otherwise rank 0 does.
 STALL_JUDGE = "ECHELON_STALL_JUDGE"
-#: Seconds of waiting for another process at the start before a line names it; the directory in which processes leave
-#: such lines for the console of their launcher.
+#: Seconds of waiting for another process at startup before a line names that process; the directory in which processes
+#: leave such lines for the console of their launcher.
 WAIT_NOTICE, WAIT_LINES = "ECHELON_WAIT_NOTICE", "ECHELON_WAIT_LINES"
-#: Set to 1: ranks compare their calls in every step, not in the first ones only.
+#: 1: ranks compare their calls in every step, not only in the first ones.
 CHECK = "ECHELON_CHECK"
-#: Set to 0: the fast path is off for strategies that do not mention it.
+#: 0: the fast path is off for strategies that do not mention it.
 FAST = "ECHELON_FAST"
-#: Set to 1: errors are shown with their whole traceback, not in one line or without frames of echelon.
+#: 1: errors are shown with their whole traceback, not in one line or without frames of echelon.
 TRACEBACK = "ECHELON_TRACEBACK"
-#: The steps whose timeline is recorded: ``5:10``, or ``auto``; see echelon/timeline.
+#: The steps whose timeline is recorded: ``5:10``, or ``auto``; see echelon/observability/trace.
 TIMELINE = "ECHELON_TIMELINE"
-#: The file in which the ranks of ``echelon doctor`` leave, for its command, how many things are wrong.
+#: The file in which the ranks of ``echelon doctor`` write the number of problems for the command.
 DOCTOR_RESULT = "ECHELON_DOCTOR_RESULT"
-#: The exit code of a process that was asked to end, has saved, and wants to be started again (EX_TEMPFAIL).
+#: The exit code of a process that was preempted, has saved, and is to be restarted (EX_TEMPFAIL).
 REQUEUE = 75
 
-#: Set by srun for its tasks. A plain command in a batch script sees SLURM_PROCID and SLURM_NTASKS too, but is alone.
+#: Set by srun for its tasks. A plain command in a batch script has SLURM_PROCID and SLURM_NTASKS too, but is alone.
 SLURM_STEP = "SLURM_STEP_NUM_TASKS"
-#: Of the whole job and of a step: its number, how many nodes, their compressed list; and which of them this is.
+#: For the job and for a step: its id, number of nodes and compressed node list; and the index of this node.
 SLURM_JOB, SLURM_JOB_NODES, SLURM_JOB_LIST = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"
 SLURM_STEP_NODES, SLURM_STEP_LIST, SLURM_NODE = "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_NODEID"
 SLURM_CPUS = "SLURM_CPUS_PER_TASK"
-#: Every container of a Kubernetes cluster finds it.
+#: Set in every container of a Kubernetes cluster.
 KUBERNETES = "KUBERNETES_SERVICE_HOST"
 
 
@@ -100,7 +100,7 @@ KUBERNETES = "KUBERNETES_SERVICE_HOST"
 class RankInfo:
     """This process's coordinates in the job.
 
-    endpoints: ``host:port`` of every rank, where the trainers were announced by them and no launcher started them
+    endpoints:  ``host:port`` of every rank, if the trainers were given by endpoints and not started by a launcher
     """
 
     rank: int
@@ -122,7 +122,7 @@ ALONE = RankInfo(0, 1, 0, 1, 0, LOOPBACK, 0, "one process")
 
 
 def detect_rank_info(env: Mapping[str, str] | None = None) -> RankInfo:
-    """This process's place, from the launcher's variables; alone when there are none."""
+    """Return the coordinates of this process from the launcher's variables; ``ALONE`` if there are none."""
     env = os.environ if env is None else env
     for present, read in (("RANK", _torchrun), (SLURM_STEP, _slurm), ("OMPI_COMM_WORLD_RANK", _open_mpi)):
         if present in env:
@@ -132,7 +132,7 @@ def detect_rank_info(env: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def worker_rank_info(index: int, workers: int, env: Mapping[str, str] | None = None) -> RankInfo:
-    """The place of worker ``index`` of a job with parameter servers. It need not know where the others would meet."""
+    """Return the coordinates of worker ``index`` of a job with parameter servers. It may have no master endpoint."""
     env = os.environ if env is None else env
     here = max(1, whole_number(env, "LOCAL_WORLD_SIZE", 1))
     return RankInfo(
@@ -182,7 +182,7 @@ def _slurm(env: Mapping[str, str]) -> RankInfo:
 
 
 def _slurm_local_tasks(env: Mapping[str, str], world: int) -> int:
-    """SLURM_STEP_TASKS_PER_NODE reads like ``4(x2),2``: four tasks on each of two nodes, two on the third."""
+    """Return the number of tasks on this node. ``4(x2),2`` means four tasks on each of two nodes, two on the third."""
     layout = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
@@ -224,12 +224,12 @@ def _checked(place: RankInfo) -> RankInfo:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Slurm's compressed list: ``gpu[01-03,07]-ib,rack[1-2]n[1-2]`` is gpu01-ib ... gpu07-ib, rack1n1, rack1n2 ..."""
+    """Expand Slurm's node list: ``gpu[01-03,07]-ib,rack[1-2]n[1-2]`` is gpu01-ib ... gpu07-ib, rack1n1, rack1n2 ..."""
     return [host for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist) for host in _expand_pattern(pattern)]
 
 
 def _expand_pattern(pattern: str) -> list[str]:
-    """All names of one pattern; the last bracket counts fastest."""
+    """Return all names of one pattern; the last bracket varies fastest."""
     before, bracket, rest = pattern.partition("[")
     if not bracket:
         return [before]
@@ -239,17 +239,17 @@ def _expand_pattern(pattern: str) -> list[str]:
 
 
 def _count(first: str, last: str) -> list[str]:
-    """From ``first`` to ``last``, as wide as the first is written."""
+    """Return the numbers from ``first`` to ``last``, padded to the width of ``first``."""
     return [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
 
 
 def port_for(job: str) -> int:
-    """A port that all processes of one job agree on without talking, apart from other jobs' ports."""
+    """Return a port that all processes of a job compute without communication; other jobs most likely get another."""
     return 20000 + zlib.crc32(job.encode()) % 12000
 
 
 def whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The variable's value, ``default`` where it is not set; anything but a whole number is a one-line error."""
+    """Return the variable's value, ``default`` if it is not set. Raises ``UsageError`` unless it is a whole number."""
     text = env.get(name, "")
     if not text and default is not None:
         return default

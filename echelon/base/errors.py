@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: one line with what was asked, what is so, and what to do."""
+"""Errors that users see: one line with what was given, what is wrong, and what to do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 
 class EchelonError(Exception):
-    """Any failure that Echelon can explain. Shown to the user as one line, never as a traceback of ours."""
+    """Any failure that Echelon can explain. It is shown as one line, without a traceback of Echelon's frames."""
 
 
 class UsageError(EchelonError, ValueError):
-    """The user asked for something that does not exist or does not fit."""
+    """An option or value does not exist or does not fit."""
 
 
 class DataError(EchelonError, ValueError):
-    """The data set, or a batch of it, cannot be used as asked."""
+    """The data set, or a batch of it, cannot be used as requested."""
 
 
 class CheckpointError(EchelonError):
@@ -23,33 +23,33 @@ class CheckpointError(EchelonError):
 
 
 class Damaged(CheckpointError):
-    """A checkpoint is not, or not all, what was written."""
+    """A checkpoint differs from what was written, or parts of it are missing."""
 
 
 class MismatchError(EchelonError):
-    """The processes of one job were built differently."""
+    """The processes of one job differ in their model, options or plan."""
 
 
 class LossError(EchelonError, ArithmeticError):
-    """The loss is not a number that training can go on with."""
+    """The loss is not finite, so that training cannot continue."""
 
 
 class PeerLost(EchelonError):
     """Another process of the job died or does not answer."""
 
-    #: True where that process never came: then no other process has failed that could be the cause
+    #: True if that process never joined: then no other process has failed that could be the cause
     is_first_cause = False
 
     @classmethod
     def never_came(cls, line: str) -> PeerLost:
-        """Make the error about a process that was waited for and has never been there."""
+        """Make the error about a process that was waited for and never joined."""
         error = cls(line)
         error.is_first_cause = True
         return error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for a slip of the pen, else the list of what there is."""
+    """Return ``; did you mean 'x'?`` for a misspelt name, otherwise the list of known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:

@@ -1,38 +1,38 @@
-"""Figures in words: seconds, bytes, percents and numbers as people read them."""
+"""Formats seconds, bytes, percentages and counts as short text."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """``1.23 s``, ``12.3 ms``, ``45.6 us``; three digits."""
+    """Return seconds with a unit and three digits: ``1.23 s``, ``12.3 ms``, ``45.6 us``."""
     units = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
     unit = next((unit for unit, scale in units.items() if seconds * scale >= 0.9995), "ns" if seconds else "s")
     return f"{_digits(seconds * units[unit])} {unit}"
 
 
 def unit_for(largest: float) -> tuple[str, float]:
-    """The unit in which a table whose largest entry this is can be read, and its bytes."""
+    """Return the unit for a table whose largest entry is ``largest`` bytes, and the bytes of that unit."""
     return ("GB", 1e9) if largest >= 1e8 else ("MB", 1e6)
 
 
 def amount(value: float, unit: float) -> str:
-    """The number alone, in such units; what is no zero is never shown as one."""
+    """Return the number of units without the unit's name; a value above 0 is never shown as 0."""
     value /= unit
     return "<0.01" if 0 < value < 0.005 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def size(amount: float) -> str:
-    """With its unit: ``80 GB``, ``1.5 MB``."""
+    """Return bytes with a unit: ``80 GB``, ``1.5 MB``."""
     return _scaled(amount, {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12})
 
 
 def count(amount: float) -> str:
-    """``175 billion``, ``1.2 million``, ``512``."""
+    """Return a count in words: ``175 billion``, ``1.2 million``, ``512``."""
     return _scaled(amount, {"": 1.0, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}).strip()
 
 
 def things(number: int, thing: str) -> str:
-    """Return a number of things in words: ``1 server``, ``2 servers``."""
+    """Return a count with its noun: ``1 server``, ``2 servers``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
@@ -41,7 +41,7 @@ def rate(amount: float) -> str:
 
 
 def percent(part: float, *, signed: bool = False) -> str:
-    """``12.3%``; signed, without what nobody sees: ``+14%``, ``-0.4%``, ``0%``."""
+    """Return ``12.3%``; signed values drop digits that do not matter: ``+14%``, ``-0.4%``, ``0%``."""
     if not signed:
         return f"{part:.1%}"
     if abs(part) < 0.0005:
@@ -58,7 +58,7 @@ def _scaled(amount: float, units: dict[str, float]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, and all of those before the point."""
+    """Return three significant digits, and always all digits before the point."""
     if value >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}" if value else "0"

@@ -1,7 +1,7 @@
-"""The secret of a job on several hosts: where it is found, and how one end of a connection proves to know it.
+"""The secret of a job on several hosts: reads it, and proves it at both ends of a connection.
 
-Either end sends a random challenge and answers the other's with an HMAC over both, so the secret itself never travels
-and an answer heard once is worth nothing the next time.
+Each end sends a random challenge and answers the other's with an HMAC over both, so the secret itself is never sent
+and a recorded answer is useless for another connection.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from echelon.base.errors import UsageError
 
 GREETING = b"echelon1"
 _CHALLENGE = 32
-#: Seconds for a stranger to prove itself
+#: Seconds within which a connection must be authenticated
 PATIENCE = 10.0
 
 
 class HandshakeError(Exception):
-    """Who is at the other end does not know the secret, or does not even speak our language."""
+    """The other end of a connection does not know the secret, or does not speak this protocol."""
 
     def __init__(self, line: str, knows_our_language: bool = False) -> None:
         super().__init__(line)
@@ -33,14 +33,14 @@ class HandshakeError(Exception):
 
 
 def find_token(env: Mapping[str, str] | None = None) -> bytes | None:
-    """The job's secret: ECHELON_TOKEN, or what the file named by ECHELON_TOKEN_FILE holds; ``None`` without either."""
+    """Return the job's secret from ECHELON_TOKEN, or from the file that ECHELON_TOKEN_FILE names; ``None`` without."""
     env = os.environ if env is None else env
     text, origin = env.get(TOKEN, ""), TOKEN
     if not text and (path := env.get(TOKEN_FILE, "")):
         text, origin = _read(path), f"what {TOKEN_FILE}={path} holds"
     if not text:
         return None
-    if not text.isascii() or not text.isprintable():  # as parameter servers send it in a header
+    if not text.isascii() or not text.isprintable():  # parameter servers send it in a header
         raise UsageError(f"{origin} must be printable ASCII without line breaks; set another secret")
     return text.encode()
 
@@ -55,12 +55,15 @@ def _read(path: str) -> str:
     return text
 
 
-#: What one side does: yields what to send and how many bytes to wait for, and is sent those bytes.
+#: One side of the handshake: yields the bytes to send and the number of bytes to wait for; receives those bytes.
 Proof = Generator[tuple[bytes, int], bytes, None]
 
 
 def callers_proof(token: bytes, channel: bytes = b"") -> Proof:
-    """``channel``, equal at both ends: of an encrypted connection, what tells it from one to somebody else."""
+    """Yield the handshake of the calling side.
+
+    channel:  fingerprint of the TLS certificate, equal at both ends, which binds the proof to this connection
+    """
     mine = secrets.token_bytes(_CHALLENGE)
     theirs = yield GREETING + mine, _CHALLENGE
     answer = yield b"", _CHALLENGE
@@ -81,15 +84,15 @@ def calleds_proof(token: bytes, channel: bytes = b"") -> Proof:
 
 
 def prove(connection: socket.socket, token: bytes) -> None:
-    """The caller's side: show that we know the secret, and see that the one called does.
+    """Prove the secret as the calling side, and check that the called side knows it.
 
-    Raises ``HandshakeError`` within ``PATIENCE`` whatever the other does, as ``admit`` does.
+    Raises ``HandshakeError`` within ``PATIENCE`` seconds whatever the other side does, as does ``admit``.
     """
     _converse(connection, callers_proof(token))
 
 
 def admit(connection: socket.socket, token: bytes) -> None:
-    """The called one's side."""
+    """Prove the secret as the called side, and check that the calling side knows it."""
     _converse(connection, calleds_proof(token))
 
 
@@ -112,7 +115,7 @@ def _answer(token: bytes, side: bytes, callers: bytes, called: bytes, channel: b
 
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """The deadline is for all of it: a byte now and then must not keep us waiting for ever."""
+    """Receive ``count`` bytes. The deadline holds for all of them, so that single bytes cannot prolong the wait."""
     found = b""
     while len(found) < count:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -1,9 +1,9 @@
-"""Optimizers without ``torch._dynamo``, for as long as nothing asks for it.
+"""Delays the import of ``torch._dynamo`` by optimizers until something needs it.
 
 Torch hides some of its functions from torch.compile, and imports all of torch._dynamo at the first call of any of them:
-every optimizer that is made does so. That is 1.1 s of CPU in every process (torch 2.13), for nothing where nothing is
-compiled: what has not been imported cannot be tracing. Until somebody imports it, these functions are called as they
-are; at that moment torch gets back what is its own.
+the constructor of every optimizer is one. The import takes 1.1 s of CPU in every process (torch 2.13), which is wasted
+if nothing is compiled: a tracer that has not been imported cannot be tracing. Until torch._dynamo is imported, these
+functions are called directly; the import hook restores torch's own versions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _TRACER = "torch._dynamo"
-_CACHE = "__dynamo_disable"  # where torch keeps a function's hidden form, and looks for it first
+_CACHE = "__dynamo_disable"  # the attribute in which torch caches a function's hidden form, and looks for it first
 
 
 def hide_from_dynamo(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A function of ours that torch.compile is to leave alone."""
+    """Return a function that torch.compile does not trace."""
     return _plain_for_now(_disable_dynamo(function))
 
 
 def _plain_for_now(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Give what ``_disable_dynamo`` returned a hidden form that is the plain function itself."""
+    """Cache the plain function as the hidden form of a result of ``_disable_dynamo``."""
     plain = getattr(function, "__wrapped__", None)
     code = getattr(function, "__code__", None)
     if _waiting.active and isinstance(plain, FunctionType) and isinstance(code, CodeType) and _CACHE in code.co_consts:
@@ -41,7 +41,7 @@ def _plain_for_now(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 class _DynamoImportHook:
-    """Sees torch._dynamo being imported, as the first of the finders of modules, and never finds anything itself."""
+    """Detects the import of torch._dynamo as the first finder in ``sys.meta_path``; it never finds a module itself."""
 
     def __init__(self) -> None:
         self.active = False
@@ -64,13 +64,13 @@ class _DynamoImportHook:
             self._plain_step(getattr(optimizer, "step", None))
 
     def _plain_step(self, step: object) -> None:
-        """Torch's optimizers break a traced graph before and after a step, and import the tracer to say so."""
+        """Replace an optimizer's step, which imports the tracer to break the graph before and after itself."""
         if isinstance(step, FunctionType) and _breaks_graph(step.__code__):
             self.steps.append((step, step.__code__))
-            step.__code__ = _PLAIN  # in place: schedulers and hooks hold on to the function, not to the class
+            step.__code__ = _PLAIN  # in place: schedulers and hooks hold references to the function, not to the class
 
     def end(self) -> None:
-        self.active = False  # it stays among the finders: they are being iterated over
+        self.active = False  # it stays in sys.meta_path, which is being iterated over
         for function in self.hidden:
             if getattr(function, _CACHE, None) is function:
                 delattr(function, _CACHE)

@@ -1,4 +1,4 @@
-"""The mesh: ranks along named axes. Pure arithmetic; process groups are made from it elsewhere."""
+"""The device mesh: arithmetic of ranks along named axes. Process groups are made from it elsewhere."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-#: From the outermost to the innermost: ranks of one split group are neighbours, so they share a host where they can.
+#: From outermost to innermost: ranks of one split group are adjacent, so they share a host if possible.
 AXES = ("replicate", "stage", "split")
 
 
 def coordinates(mesh: Mapping[str, int], order: Sequence[int], rank: int) -> dict[str, int]:
-    """Where ``rank`` stands along every axis. ``order`` lists the ranks from the mesh's first place to its last."""
+    """Return the coordinate of ``rank`` along every axis. ``order`` lists the ranks by position in the mesh."""
     place = order.index(rank) if order else rank
     found: dict[str, int] = {}
     for axis in reversed(AXES):
@@ -20,7 +20,7 @@ def coordinates(mesh: Mapping[str, int], order: Sequence[int], rank: int) -> dic
 
 
 def rank_groups(mesh: Mapping[str, int], order: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
-    """All groups of ranks that differ along ``axes`` only, each in the order of its places. They cover every rank."""
+    """Return all groups of ranks that differ along ``axes`` only, each in mesh order. The groups cover every rank."""
     sizes = [mesh.get(axis, 1) for axis in AXES]
     places = list(order) or list(range(math.prod(sizes)))
     groups: dict[tuple[int, ...], list[int]] = {}

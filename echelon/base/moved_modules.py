@@ -1,4 +1,4 @@
-"""Modules that were documented under another name: the old name still imports the module, with a warning."""
+"""Other names of documented modules: ``echelon.errors``, and earlier names, which import with a warning."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-#: Old name -> new name, both below ``echelon``. They are kept for one version.
+#: Public name -> module, both below ``echelon``.
+PUBLIC = {"errors": "base.errors"}
+#: Old name -> new name, both below ``echelon``. Old names work for one version.
 MOVED = {
-    "errors": "base.errors",
     "evaluate": "parallel.evaluate",
     "footprint": "tools.memory_profile",
     "lean": "parallel.low_memory",
@@ -25,7 +26,6 @@ MOVED = {
     "ps.rules": "strategy.table_rules",
     "ps.serve": "parameter_server.server.process",
     "record": "observability.runlog",
-    "record.read": "observability.runlog.run_reader",
     "report": "tools.report",
     "report.command": "cli.commands.report",
     "timeline": "observability.trace",
@@ -34,21 +34,24 @@ MOVED = {
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finds the modules of ``MOVED`` by their old names."""
+    """Finds the modules of ``PUBLIC`` and ``MOVED`` by their other names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec that loads the module of the new name; None for every other name."""
         package, _, old = name.partition(".")
-        return ModuleSpec(name, self, origin=MOVED[old]) if package == "echelon" and old in MOVED else None
+        new = PUBLIC.get(old) or MOVED.get(old)
+        return ModuleSpec(name, self, origin=new) if package == "echelon" and new is not None else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of the new name in the place of the old one."""
+        """Put the module of the new name into ``sys.modules`` under the old name."""
         name = module.__name__
-        new = f"echelon.{MOVED[name.partition('.')[2]]}"
-        warnings.warn(f"{name} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=2)
-        sys.modules[name] = importlib.import_module(new)
+        old = name.partition(".")[2]
+        if old in MOVED:
+            line = f"{name} is now echelon.{MOVED[old]}; the old name goes with the next version"
+            warnings.warn(line, FutureWarning, stacklevel=2)
+        sys.modules[name] = importlib.import_module("echelon." + (PUBLIC.get(old) or MOVED[old]))
 
 
 def install() -> None:
-    """Let imports find the old names. They are asked for last, so that imports of other modules cost nothing."""
-    sys.meta_path.append(MovedModules())
+    """Put the finder first: Python's own finder would load a file of a moved package once more, by its old name."""
+    sys.meta_path.insert(0, MovedModules())

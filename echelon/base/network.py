@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from echelon.base.environment import LOOPBACK
 from echelon.base.errors import EchelonError, UsageError
 
-#: Ports to be listened on later: below those that the kernel deals out, apart from those that jobs agree on (port_for).
+#: Ports for later use: below the kernel's ephemeral ports, and apart from the ports of ``port_for``.
 LATER = range(15000, 20000)
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCETHTOOL = 0x8915, 0x8913, 0x8921, 0x8946
@@ -24,7 +24,7 @@ _ETHTOOL_GSET, _UNKNOWN_SPEED = 0x1, 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Nic:
-    """A network interface; ``speed`` in Mb/s, ``None`` for what cannot be told."""
+    """A network interface; ``speed`` is in Mb/s, and ``None`` stands for an unknown value."""
 
     name: str
     address: str | None
@@ -35,19 +35,19 @@ class Nic:
 
 @dataclass(frozen=True)
 class NetworkRoute:
-    """The way to an address: through which interface, and ``None`` or the gateway on the way."""
+    """The route to an address: the interface, and the gateway or ``None``."""
 
     interface: str
     gateway: str | None
 
 
 def nics() -> list[Nic]:
-    """All of this host. The kernel is asked, not /sys, which shows the network namespace that mounted it."""
+    """Return all interfaces of this host. The kernel is asked; /sys shows the network namespace that mounted it."""
     return [Nic(name, address_of(name), _is_up(name), _mtu(name), _speed(name)) for name in interfaces()]
 
 
 def route_to(address: str, table: str) -> NetworkRoute | None:
-    """The route to an IPv4 address by the kernel's table (/proc/net/route): the longest prefix, then the metric."""
+    """Return the route to an IPv4 address in the kernel's table (/proc/net/route): longest prefix, lowest metric."""
     wanted, found = int(ipaddress.IPv4Address(address)), []
     for line in table.splitlines()[1:]:
         words = line.split()
@@ -61,7 +61,7 @@ def route_to(address: str, table: str) -> NetworkRoute | None:
 
 
 def own_name_address() -> str | None:
-    """What this host's own name resolves to, ``None`` for nothing: Gloo's choice where nothing else is said."""
+    """Return the address of this host's own name, ``None`` without one: Gloo uses it unless an interface is set."""
     try:
         return resolve(socket.gethostname())
     except UsageError:
@@ -87,7 +87,7 @@ def _mtu(interface: str) -> int | None:
 
 
 def _speed(interface: str) -> int | None:
-    """``struct ethtool_cmd`` has it in two halves, at bytes 12 and 28."""
+    """Return the speed in Mb/s. ``struct ethtool_cmd`` has it in two halves, at bytes 12 and 28."""
     command = array.array("B", struct.pack("I40x", _ETHTOOL_GSET))
     request = struct.pack("16sP16x", interface.encode()[:15], command.buffer_info()[0])
     if _asked(_SIOCETHTOOL, request) is None:
@@ -102,7 +102,7 @@ def interfaces() -> list[str]:
 
 
 def address_of(interface: str) -> str | None:
-    """The interface's IPv4 address; ``None`` when it has none."""
+    """Return the interface's IPv4 address; ``None`` if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -112,14 +112,14 @@ def address_of(interface: str) -> str | None:
 
 
 def interface_with(address: str) -> str | None:
-    """The interface that carries ``address``; ``None`` when that cannot be told."""
+    """Return the interface that has ``address``; ``None`` if it is unknown."""
     if address.startswith("127."):
         address = LOOPBACK
     return next((name for name in interfaces() if address_of(name) == address), None)
 
 
 def resolve(host: str, option: str = "--master") -> str:
-    """The numeric address of ``host``, IPv4 where there is one."""
+    """Return the numeric address of ``host``, IPv4 if there is one."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -129,7 +129,7 @@ def resolve(host: str, option: str = "--master") -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether ``address`` belongs to this host: only then can a socket be bound to it."""
+    """Return True if ``address`` belongs to this host: only then can a socket be bound to it."""
     try:
         with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
@@ -139,7 +139,7 @@ def is_local(address: str) -> bool:
 
 
 def address_towards(address: str, port: int) -> str:
-    """The address by which this host is seen from ``address``. Nothing is sent."""
+    """Return this host's address as seen from ``address``. No packet is sent."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
@@ -161,21 +161,23 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def answers(address: str, port: int, timeout: float) -> bool:
-    """Whether somebody accepts connections there."""
+    """Return True if connections are accepted at ``address:port``."""
     with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=timeout):
         return True
     return False
 
 
 def free_ports(address: str, count: int) -> list[int]:
-    """Ports that were free a moment ago, all different, for processes that will listen there: until they do, which
-    may take seconds, the kernel gives none of them to anybody who asks for any."""
+    """Return different ports that are free now, for processes that will listen on them.
+
+    Until they listen, which may take seconds, the kernel does not assign these ports as ephemeral ones.
+    """
     found: list[int] = []
-    for port in random.SystemRandom().sample(LATER, len(LATER)):  # a seed of the user's would be the same everywhere
+    for port in random.SystemRandom().sample(LATER, len(LATER)):  # a seed set by the user is the same in every process
         if len(found) == count:
             return found
         with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a moment ago is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port closed a moment ago counts as free
             probe.bind((address, port))
             found.append(port)
     raise EchelonError(f"{count} free ports were looked for at {address} between {LATER[0]} and {LATER[-1]}; free some")

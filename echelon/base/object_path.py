@@ -1,4 +1,4 @@
-"""Objects by their place: ``package.module:name`` or ``path/to/file.py:name``."""
+"""Imports objects by path: ``package.module:name`` or ``path/to/file.py:name``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.base.errors import EchelonError, UsageError, nearest
 
 
 def callable_at(place: str, option: str) -> Callable[..., Any]:
-    """What ``place`` names; ``option`` is what errors call it."""
+    """Return the callable that ``place`` names; errors name ``option``."""
     found, source, module = _object_at(place, option)
     if not callable(found):
         raise _none_there(place, option, source, module)
@@ -23,7 +23,7 @@ def callable_at(place: str, option: str) -> Callable[..., Any]:
 
 
 def object_at(place: str, option: str) -> Any:
-    """Return what ``place`` names, callable or not."""
+    """Return the object that ``place`` names, callable or not."""
     found, source, module = _object_at(place, option)
     if found is None:
         raise _none_there(place, option, source, module)
@@ -53,11 +53,11 @@ def _object_at(place: str, option: str) -> tuple[Any, str, ModuleType]:
 def _from_file(path: Path, option: str) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{option}: no file at '{path}'")
-    sys.path.insert(0, str(path.parent.resolve()))  # as python does for a script: its neighbours can be imported
+    sys.path.insert(0, str(path.parent.resolve()))  # as python does for a script, so that it can import its siblings
     name = _module_name(path)
     known, written = sys.modules.get(name), (str(path.resolve()), path.stat().st_mtime_ns)
     if known is not None and getattr(known, "_echelon_read_from", None) == written:
-        return known  # model and data set of one file share its classes
+        return known  # model and data set of the same file share its classes
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -69,9 +69,9 @@ def _from_file(path: Path, option: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """Return the file's stem, under which a loader's workers can import it too; another where a module has it already.
+    """Return the file's stem, which loader workers can import too; another name if a different module has the stem.
 
-    The file may be called types.py.
+    A file may be called types.py, for example.
     """
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
@@ -81,7 +81,7 @@ def _module_name(path: Path) -> str:
 
 
 def _from_package(name: str, option: str) -> ModuleType:
-    sys.path.insert(0, "")  # the directory one is in, as under python -m
+    sys.path.insert(0, "")  # the current directory, as under python -m
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: memory, and since when they are. Without torch: servers start without it."""
+"""Memory and start time of processes, read from /proc. It does not import torch, because servers start without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def process_memory() -> tuple[int | None, int | None]:
-    """Bytes now and at most so far."""
+    """Return the resident bytes of this process now and at their peak."""
     try:
         with open("/proc/self/status", "rb") as status:
             found = dict(line.split(b":", 1) for line in status if line.startswith((b"VmRSS:", b"VmHWM:")))
@@ -18,7 +18,7 @@ def process_memory() -> tuple[int | None, int | None]:
 
 
 def process_started(pid: int) -> float | None:
-    """When that process was started, by the time of day; None where that is not told."""
+    """Return the start time of a process in seconds since the epoch; None if it is unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Connections that a launcher passes on: one thread carries them all, whatever the ends do."""
+"""Connections that a launcher forwards: one thread with an asyncio loop carries all of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from echelon.base.job_secret import PATIENCE, HandshakeError, Proof
 
-#: Bytes of a caller that are read before it has proven itself: enough for the proof
+#: Bytes of a connection that are buffered before it is authenticated: enough for the proof.
 KEPT = 1024
-#: Seconds of silence, then probes and their distance: a cut link is noticed after 25 s.
+#: Seconds of silence, then the interval and number of probes: a broken connection is detected after 25 s.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 T = TypeVar("T")
@@ -30,12 +30,12 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Done by the thread of pipes, for any other thread."""
+    """Run a coroutine in the thread of the proxy loop, and return its result to a caller in another thread."""
     return asyncio.run_coroutine_threadsafe(work, loop()).result()
 
 
 class ProxyConnection(asyncio.Protocol):
-    """One connection. What comes is kept for ``converse`` until the end is joined to another, then goes on to that."""
+    """One connection. Received bytes are buffered for ``converse`` until ``forward_to`` connects it to another one."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
@@ -61,7 +61,7 @@ class ProxyConnection(asyncio.Protocol):
         return end
 
     async def converse(self, proof: Proof) -> None:
-        """Raises ``HandshakeError`` within ``PATIENCE`` unless the other end proves itself."""
+        """Run the handshake. Raises ``HandshakeError`` unless the other end proves the secret in time."""
         try:
             async with asyncio.timeout(PATIENCE):
                 say, wanted = next(proof)
@@ -91,13 +91,13 @@ class ProxyConnection(asyncio.Protocol):
             sink.send_eof()
 
     def send_eof(self) -> None:
-        """The other side of the pipe has nothing more to say."""
-        if self._ended or not self.transport.can_write_eof():  # TLS cannot end one direction only
+        """Tell this end that the other connection has no more bytes to send."""
+        if self._ended or not self.transport.can_write_eof():  # TLS cannot close one direction only
             self.transport.close()
         else:
             self.transport.write_eof()
 
-    # What asyncio tells
+    # Callbacks of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -117,7 +117,7 @@ class ProxyConnection(asyncio.Protocol):
         self._news.set()
         if self._sink is not None:
             self._sink.send_eof()
-        return self.transport.can_write_eof()  # whether we may still have something to say
+        return self.transport.can_write_eof()  # keep the transport open if this end may still send
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
@@ -135,28 +135,29 @@ class ProxyConnection(asyncio.Protocol):
 
 
 def stay_alert(connection: socket.socket) -> None:
-    """A host that vanished says no farewell; ask now and then whether it is still there."""
+    """Enable keepalive probes: a host that vanished does not close its connections."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has them all
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def join(one: ProxyConnection, other: ProxyConnection) -> None:
-    """Pass on what either says until both have ended, or one is lost."""
+    """Forward bytes both ways until both connections have ended, or one is lost."""
     one.forward_to(other)
     other.forward_to(one)
     try:
         await asyncio.wait([one.lost, other.lost], return_when=asyncio.FIRST_COMPLETED)
-    finally:  # what was said before the end is still delivered
+    finally:  # bytes sent before the end are still delivered
         one.transport.close()
         other.transport.close()
 
 
 class ProxyListener:
-    """A listening socket; ``receive`` sees to every caller. ``at_most``: callers that ``know`` has not been called for.
+    """A listening socket that runs ``receive`` for every connection.
 
-    When more come, the one that has waited longest goes: whoever knows what to say has said it long before.
+    at_most:  limit of unauthenticated connections, those without a call of ``know``; beyond it the oldest is dropped,
+              because a peer that knows the secret would have proven it long before
     """
 
     def __init__(self, listener: socket.socket, receive: Callable[[socket.socket], Coroutine[Any, Any, None]],
@@ -170,18 +171,18 @@ class ProxyListener:
         loop().call_soon_threadsafe(self._open)
 
     def know(self) -> None:
-        """Called by ``receive``: this caller may stay."""
+        """Mark the current connection as authenticated; ``receive`` calls it."""
         task = asyncio.current_task()
         assert task is not None
         self._strangers.pop(task, None)
 
     @property
     def idle(self) -> bool:
-        """Whether it was used, and is not any more."""
+        """True if it has had connections and has none now."""
         return self.callers > 0 and not self._busy
 
     def close(self) -> None:
-        """From any thread. Callers that are inside stay."""
+        """Stop listening; any thread may call it. Open connections stay open."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop().call_soon_threadsafe(self._shut)
 
@@ -198,7 +199,7 @@ class ProxyListener:
             caller, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptors left: some will be again
+        except OSError:  # no file descriptors left: try again later
             loop().remove_reader(self._listener)
             loop().call_later(0.1, self._open)
             return
@@ -218,7 +219,7 @@ class ProxyListener:
     async def _tend(self, caller: socket.socket) -> None:
         try:
             await self._receive(caller)
-        except (OSError, HandshakeError):  # what went wrong with one caller is nobody else's concern
+        except (OSError, HandshakeError):  # an error of one connection must not affect the others
             caller.close()
         except BaseException:
             caller.close()
@@ -230,9 +231,9 @@ class ProxyListener:
 
 
 def is_ours(caller: socket.socket) -> bool:
-    """Whether a process of our own user holds the other end of a connection over loopback.
+    """Return True if a process of the same user holds the other end of a loopback connection.
 
-    Only a living connection tells: one that was closed at once belongs to nobody.
+    This is known for open connections only: a connection that was closed at once has no owner.
     """
     tables = [table for table in ("/proc/net/tcp", "/proc/net/tcp6") if os.access(table, os.R_OK)]
     try:
@@ -245,4 +246,4 @@ def is_ours(caller: socket.socket) -> bool:
                 near, far, state, _, _, _, owner = line.split()[1:8]
                 if near.endswith(theirs) and far.endswith(ours) and state == "01":
                     return int(owner) == os.getuid()
-    return not tables  # where the system has no such list, nothing can be told
+    return not tables  # without these tables, as on other systems, the owner cannot be checked

@@ -1,4 +1,4 @@
-"""Quantities as people write them, and back: ``80 GB``, ``200 Gb/s``, ``5 us``, ``312 TFLOP/s``."""
+"""Parses and prints quantities with units: ``80 GB``, ``200 Gb/s``, ``5 us``, ``312 TFLOP/s``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["bytes", "bytes/s", "seconds", "FLOP/s"]
 
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGT", start=1)}
-#: In one figure, b is bits and B bytes, as networks and memories are sold.
+#: b stands for bits and B for bytes.
 _UNITS: dict[Kind, dict[str, float]] = {
     "bytes": {f"{prefix}B": size for prefix, size in (_PREFIXES | _BINARY).items()},
     "bytes/s": {
@@ -33,7 +33,7 @@ _EXAMPLES: dict[Kind, str] = {
 
 
 def quantity(text: str | float, kind: Kind, where: str) -> float:
-    """``text`` as a number of the base unit; a plain number is one already. ``where`` names it in an error."""
+    """Return ``text`` in the base unit; a plain number is in it already. ``where`` names the value in errors."""
     if isinstance(text, int | float) and not isinstance(text, bool):
         value = float(text)
     else:
@@ -56,11 +56,11 @@ def _unit(text: str, kind: Kind) -> float | None:
     if text in units:
         return units[text]
     close = {value for name, value in units.items() if name.lower() == text.lower()}
-    return close.pop() if len(close) == 1 else None  # gb/s may be either
+    return close.pop() if len(close) == 1 else None  # gb/s may be bits or bytes
 
 
 def show(value: float, kind: Kind) -> str:
-    """With the unit a person would take: ``312 TFLOP/s``, ``74.5 GiB``, ``1.02 us``."""
+    """Return the value with a fitting unit: ``312 TFLOP/s``, ``74.5 GiB``, ``1.02 us``."""
     if kind == "seconds":
         steps = [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")]
     elif kind == "bytes":

@@ -1,11 +1,11 @@
-"""Who may talk to a server: a shared token, TLS, or certificates on both sides (mTLS).
+"""Authentication of parameter-server connections: a shared token, TLS, or certificates on both sides (mTLS).
 
-One set of settings serves both ends. A server shows ``certificate`` and, with ``client_authority``, lets in only
-clients whose certificates that authority has signed. A client with ``authority`` speaks TLS and trusts only servers
-that it has signed; it shows its own ``certificate`` if it has one.
+One set of settings serves both ends. A server presents ``certificate`` and, with ``client_authority``, accepts only
+clients whose certificates that authority has signed. A client with ``authority`` uses TLS and trusts only servers whose
+certificates that authority has signed; it presents its own ``certificate`` if it has one.
 
-A token keeps strangers from the data. It does not keep them from making gRPC take in a large message before the token
-is looked at; on a network where that matters use client certificates, which end the connection before it begins.
+A token protects the data. It does not prevent strangers from making gRPC receive a large message before the token is
+checked; on a network where that matters use client certificates, which are checked before any message.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from echelon.base.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY, PS_TO
 from echelon.base.errors import UsageError
 from echelon.base.job_secret import find_token
 
-#: The header that carries the token, in the form that HTTP gives it.
+#: The HTTP header that carries the token.
 HEADER, SCHEME = "authorization", "Bearer "
 
 
 @dataclass(frozen=True)
 class Security:
-    """Files are PEM. The token never shows in a message or a representation."""
+    """Credentials of one process. Files are PEM. The token never appears in a message or a ``repr``."""
 
     token: str | None = field(default=None, repr=False)
     certificate: Path | None = None
@@ -49,19 +49,19 @@ class Security:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] | None = None, *, token: str | None = None) -> Security:
-        """What the environment says; a token that is given wins. The last resort is one made from the job's secret."""
+        """Read the settings from the environment. ``token`` wins; the last resort is derived from the job's secret."""
         env = os.environ if env is None else env
         token = token or env.get(PS_TOKEN) or None
         if token is None and env.get(PS_TOKEN_FILE):
             token = _read(Path(env[PS_TOKEN_FILE])).decode("utf-8", "replace").strip()
         if token is None and (of_job := find_token(env)) is not None:
-            # What servers are shown can be overheard where there is no TLS. It must not open the job's other doors.
+            # Without TLS the token can be overheard, so it must not reveal the job's secret.
             token = hmac.new(of_job, b"parameter servers", "sha256").hexdigest()
         names = (PS_CERT, PS_KEY, PS_CA, PS_CLIENT_CA)
         return cls(token, *(Path(env[name]) if env.get(name) else None for name in names))
 
     def admits(self, headers: Mapping[str, list[str | bytes]]) -> bool:
-        """Whether a call with these headers carries the token. Takes the same time for any wrong one."""
+        """Return True if a call with these headers carries the token. A wrong token always takes the same time."""
         if self.token is None:
             return True
         shown = [value for name, values in headers.items() if name.lower() == HEADER for value in values]
@@ -71,7 +71,7 @@ class Security:
         )
 
     def check_bind(self, host: str) -> None:
-        """Refuse to listen to the whole network without knowing who is there."""
+        """Raise if the server would listen on a network address without a token or client certificates."""
         if is_loopback(host) or self.token is not None or self.client_authority is not None:
             return
         raise UsageError(
@@ -83,7 +83,7 @@ class Security:
         return f"grpc+{'tls' if self.certificate else 'tcp'}://{host}:{port}"
 
     def server_options(self) -> dict[str, Any]:
-        """Keyword arguments of a Flight server."""
+        """Return the keyword arguments of a Flight server."""
         if self.certificate is None or self.key is None:
             return {}
         options: dict[str, Any] = {"tls_certificates": [(_read(self.certificate), _read(self.key))]}
@@ -95,7 +95,7 @@ class Security:
         return f"grpc+{'tls' if self.authority else 'tcp'}://{endpoint}"
 
     def client_options(self) -> dict[str, Any]:
-        """Keyword arguments of a Flight client."""
+        """Return the keyword arguments of a Flight client."""
         if self.authority is None:
             return {}
         options: dict[str, Any] = {"tls_root_certs": _read(self.authority)}
@@ -104,7 +104,7 @@ class Security:
         return options
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What a client sends with every call."""
+        """Return the headers that a client sends with every call."""
         return [(HEADER.encode(), (SCHEME + self.token).encode())] if self.token is not None else []
 
 

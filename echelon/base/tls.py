@@ -1,7 +1,7 @@
-"""TLS between launchers, by the files that parameter servers use: ECHELON_PS_CERT, _KEY, _CA and _CLIENT_CA.
+"""TLS between launchers, with the files that parameter servers use: ECHELON_PS_CERT, _KEY, _CA and _CLIENT_CA.
 
-Names in certificates are not looked at. Instead the proof of the secret covers the very certificate that was shown, so
-that nobody between two hosts can pass on the one's proof to the other.
+Names in certificates are not checked. Instead the proof of the secret covers the fingerprint of the presented
+certificate, so that a man in the middle cannot relay one host's proof to another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.base.security import Security
 
 
 def server_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
-    """What a gate speaks; ``None``: no TLS."""
+    """Return the TLS context of an ``AuthProxy``; ``None``: no TLS."""
     files = Security.from_environment(env)
     if files.certificate is None:
         return None
@@ -29,7 +29,7 @@ def server_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext |
 
 
 def client_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
-    """What a tunnel speaks; ``None``: no TLS."""
+    """Return the TLS context of an ``AuthTunnel``; ``None``: no TLS."""
     files = Security.from_environment(env)
     if files.authority is None:
         return None
@@ -42,7 +42,7 @@ def client_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext |
 
 
 def own_certificate_fingerprint(env: Mapping[str, str] | None = None) -> bytes:
-    """The fingerprint of the certificate that our gate shows; empty without TLS."""
+    """Return the fingerprint of the certificate that this process's ``AuthProxy`` presents; empty without TLS."""
     path = Security.from_environment(env).certificate
     if path is None:
         return b""

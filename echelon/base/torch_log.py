@@ -1,4 +1,4 @@
-"""``quiet_torch``: keep the log of torch's C++ part off the console."""
+"""``quiet_torch``: keeps the log of torch's C++ part off the console."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FATAL = 3
 
 @contextlib.contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Silence torch's store inside: it prints pages of stack frames for each call that fails, and we say it in a line.
+    """Silence torch's C++ log: its store prints pages of stack frames for each failed call; Echelon reports one line.
 
-    A level that the environment sets (TORCH_CPP_LOG_LEVEL) is left as it is.
+    A level that the environment sets (TORCH_CPP_LOG_LEVEL) stays in effect.
     """
     level = None
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:

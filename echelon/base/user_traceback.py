@@ -1,10 +1,10 @@
-"""Errors as the user sees them: one line with the place in the user's code, or a traceback without our frames.
+"""Formats errors for users: one line with the place in user code, or a traceback without frames of echelon.
 
-An error of ours ends with the user's innermost frame: ``distribute() has no option 'lss' ... (train.py:41)``. Of other
-errors the traceback keeps the user's frames and the last one; frames of echelon and torch between them are counted.
+An ``EchelonError`` ends with the innermost user frame: ``distribute() has no option 'lss' ... (train.py:41)``. The
+traceback of any other error keeps user frames and the last frame; frames of echelon and torch between them are counted.
 ``ECHELON_TRACEBACK=1``, or ``echelon run --traceback``, shows everything.
 
-Nothing but the standard library is imported here: the launcher's worker.py asks for it when a script fails.
+Only the standard library is imported here: echelon/distributed/rank_main.py imports this when a script fails.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from echelon.base.environment import TRACEBACK
 from echelon.base.errors import EchelonError
 
 _ECHELON = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-#: Folders of packages that were installed, wherever they are.
+#: Parts of the paths of installed packages.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-#: Of an error that another process has told, as with ``echelon.launch``.
+#: The end of an error that already names a place because another process reported it, as with ``echelon.launch``.
 _ENDS_WITH_PLACE = re.compile(r"\(\S+:\d+\)$")
 
 
@@ -36,21 +36,21 @@ def is_full_wanted() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message with the user's innermost frame at the end of its first line."""
+    """Return the message with the innermost user frame at the end of its first line."""
     first, newline, rest = str(error).partition("\n")
     place = "" if _ENDS_WITH_PLACE.search(first) else place_of(error)
     return f"{first}{in_brackets(place)}{newline}{rest}"
 
 
 def in_brackets(place: str) -> str:
-    """Return `` (train.py:41)``, as it follows a message."""
+    """Return `` (train.py:41)``, to be appended to a message."""
     return f" ({place})" if place else ""
 
 
 def format_error(error: BaseException, trace: TracebackType | None = None) -> str:
-    """Return all that is printed of an error that ended a script.
+    """Return the text that is printed for an error that ended a script.
 
-    trace: where the traceback begins, if that is not the error's own first frame
+    trace:  the first frame of the traceback; by default the error's own
     """
     trace = trace or error.__traceback__
     if isinstance(error, EchelonError):
@@ -64,7 +64,7 @@ def format_error(error: BaseException, trace: TracebackType | None = None) -> st
 
 
 def place_of(error: BaseException | None) -> str:
-    """Return the place of the error, or else that of the error that it was made of."""
+    """Return the place of the error in user code, or else that of its cause."""
     while error is not None:
         if place := user_place(error.__traceback__):
             return place
@@ -73,7 +73,7 @@ def place_of(error: BaseException | None) -> str:
 
 
 def user_place(trace: TracebackType | None) -> str:
-    """Return ``train.py:41`` of the user's innermost frame; '' if the traceback has none."""
+    """Return ``train.py:41`` of the innermost user frame; '' if the traceback has none."""
     frames = list(traceback.walk_tb(trace))
     theirs = [each for each in frames if _is_users(each[0])] or [each for each in frames if _is_main(each[0])]
     if not theirs:
@@ -83,7 +83,7 @@ def user_place(trace: TracebackType | None) -> str:
 
 
 def install_hook() -> None:
-    """Have the interpreter print uncaught errors in this form; once is enough."""
+    """Install an excepthook that prints uncaught errors in this form; further calls do nothing."""
     previous = sys.excepthook
     if getattr(previous, "is_echelons", False):
         return
@@ -98,18 +98,18 @@ def install_hook() -> None:
     sys.excepthook = hook
 
 
-# ---- whose frame it is ----
+# ---- owner of a frame ----
 
 
 def _is_users(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    if name.startswith("<"):  # code that was generated; but the program of 'python -c' and cells are the user's
+    if name.startswith("<"):  # generated code; but the program of 'python -c' and notebook cells are the user's
         return _is_main(frame) and (frame.f_code.co_name == "<module>" or name.startswith("<ipython"))
     return not (_is_echelons(name) or _is_torchs(name) or _is_library(name))
 
 
 def _is_main(frame: FrameType) -> bool:
-    """Return True for the program's own code, which may be an installed package's (``python -m package``)."""
+    """Return True for code of the main program, which may be an installed package (``python -m package``)."""
     return frame.f_globals.get("__name__") == "__main__" and not _is_echelons(frame.f_code.co_filename)
 
 
@@ -133,7 +133,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _short(filename: str) -> str:
-    """Return the path as seen from the current directory, if it is below that."""
+    """Return the path relative to the current directory, if it is below that."""
     try:
         here = os.getcwd() + os.sep
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def _short(filename: str) -> str:
     return filename.removeprefix(here)
 
 
-# ---- tracebacks without our frames ----
+# ---- tracebacks without frames of echelon ----
 
 
 class _Shortened(traceback.StackSummary):
@@ -154,7 +154,7 @@ class _Shortened(traceback.StackSummary):
 
 
 def _shorten(told: traceback.TracebackException, seen: set[int]) -> None:
-    """Leave frames out of an error and of all errors that led to it."""
+    """Leave frames out of an error and of all errors that caused it."""
     if id(told) in seen:
         return
     seen.add(id(told))
@@ -165,7 +165,7 @@ def _shorten(told: traceback.TracebackException, seen: set[int]) -> None:
 
 
 def _without_ours(frames: traceback.StackSummary) -> Iterator[traceback.FrameSummary]:
-    """Yield frames of others and the last one. An error inside echelon is for its authors: there all frames stay."""
+    """Yield user frames and the last one; all frames if the last is echelon's, because that is a bug in echelon."""
     ours = [_is_echelons(frame.filename) for frame in frames]
     if not any(ours) or ours[-1]:
         yield from frames
@@ -187,18 +187,18 @@ def _hidden(count: int, told: bool) -> str:
 
 
 def _has_ours(error: BaseException, trace: TracebackType | None) -> bool:
-    """Return True if there is something to leave out or to add."""
+    """Return True if the traceback has frames to leave out or a hint to add."""
     frames = traceback.walk_tb(trace)
     return bool(_hint(error, trace)) or any(_is_echelons(frame.f_code.co_filename) for frame, _ in frames)
 
 
-# ---- torch's errors that a mistake with an engine leads to ----
+# ---- torch errors that are caused by wrong use of an engine ----
 
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 
 
 def _hint(error: BaseException, trace: TracebackType | None) -> str:
-    """Return a line for ``loss.backward()`` after ``engine.step()``; '' for every other error."""
+    """Return a hint for ``loss.backward()`` after ``engine.step()``; '' for every other error."""
     if not isinstance(error, RuntimeError) or _NO_GRADIENT not in str(error) or not _has_stepped():
         return ""
     if any(_is_echelons(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace)):

@@ -1,4 +1,4 @@
-"""``WaitNotice``: the line by which a process tells, at the start of a job, which other process it waits for."""
+"""``WaitNotice``: the line by which a process says, at the start of a job, which other process it waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from echelon.base.environment import WAIT_LINES, WAIT_NOTICE
 
-#: Seconds of waiting before the line is printed, unless the environment says otherwise.
+#: Seconds of waiting before the line is printed, unless the environment sets another value.
 AFTER = 5.0
 
 Say = Callable[[str, str], None]
@@ -23,11 +23,11 @@ class WaitNotice:
     """One wait of this process for others.
 
     who:     the process that waits, for example "rank 0"
-    limit:   seconds after which it gives up; None: it does not
-    remedy:  what the user can do about it; '' for nothing
-    say:     takes the line and the awaited processes; prints to stderr by default
+    limit:   seconds after which it gives up; None: never
+    remedy:  advice for the user; '' for none
+    say:     function that takes the line and the awaited processes; prints to stderr by default
 
-    The awaited processes are named once; again, after twice the time, only if they have changed.
+    The awaited processes are named once; after twice the time they are named again, but only if they have changed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WaitNotice:
         self._began, self._due, self._told = time.monotonic(), _after(), ""
 
     def look(self, awaited: str) -> None:
-        """Print the line if it is due; '' for nothing to wait for."""
+        """Print the line if it is due; ``awaited`` is '' if there is nothing to wait for."""
         waited = time.monotonic() - self._began
         if not awaited or awaited == self._told or waited < self._due:
             return
@@ -53,7 +53,7 @@ class WaitNotice:
 
     @contextmanager
     def during(self, awaited: Callable[[], str]) -> Iterator[None]:
-        """Print the line from a thread while the caller is blocked; ``awaited`` is asked when it is due."""
+        """Print the line from a thread while the caller is blocked; ``awaited`` is called when the line is due."""
         over = threading.Event()
 
         def watch() -> None:
@@ -81,8 +81,8 @@ def say_wait(line: str, awaited: str) -> None:
 def print_wait(line: str, awaited: str) -> None:
     """Print a line about a wait to stderr, or leave it to the launcher of this host.
 
-    The launcher names each awaited process once, however many of its processes wait for it. Only rank 0 has the
-    launcher's console for its stderr: there the line goes to the log alone, as on every other rank.
+    The launcher names each awaited process once, even if several of its processes wait for it. Only rank 0 has the
+    launcher's console as its stderr: its line goes to the log alone, as on every other rank.
     """
     told = f"echelon: {line}\n"
     directory = os.environ.get(WAIT_LINES, "")

@@ -1,6 +1,6 @@
-"""One logical checkpoint per step: written by any number of ranks, complete or absent, loaded on any other number.
+"""Checkpoints: one per step, written by any number of ranks, complete or absent, loaded on any other number.
 
-Tensors lie in safetensors files, everything else in one JSON index; nothing in a checkpoint is ever unpickled.
+Tensors are in safetensors files, everything else in one JSON index; nothing in a checkpoint is ever unpickled.
 """
 
 import importlib
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "Stored", "Writer", "export", "find", "latest", "verify"]
 
-#: Brought in when asked for: torch's planners take 0.6 s, and a server that comes back needs none of them.
+#: Imported on first use: torch's planners take 0.6 s, and a restarted server needs none of them.
 _HOMES = {
     "CheckpointError": "echelon.base.errors",
     "Stored": "echelon.checkpoint.reader",

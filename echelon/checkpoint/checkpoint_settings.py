@@ -1,4 +1,4 @@
-"""Checkpoint: what a run says about its checkpoints."""
+"""``Checkpoint``: the settings of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from echelon.base.config import require, strict
 
 @strict
 class Checkpoint:
-    """The directory a run is kept in, and how often.
+    """The directory of a run's checkpoints, and how often to save.
 
-    dir:          the directory that holds the checkpoints; all hosts must see the same
-    every:        save after every so many steps; None saves only when told to
-    keep:         keep the newest so many, remove older ones; None keeps all
+    dir:          directory that holds the checkpoints; all hosts must see the same
+    every:        number of steps between saves; None saves only on request
+    keep:         number of newest checkpoints to keep, older ones are removed; None keeps all
     asynchronous: write in the background while training goes on
     resume:       start from the newest checkpoint in ``dir``, if there is one
     """

@@ -1,11 +1,11 @@
-"""Where checkpoints lie, and how one appears and disappears as a whole.
+"""The directory of checkpoints, in which each one appears and disappears as a whole.
 
     DIR/step-00000120/                    complete, because it has this name
-    DIR/.step-00000130-5f1c09aa.writing/  being written; a leftover of a killed save otherwise
+    DIR/.step-00000130-5f1c09aa.writing/  being written, or left over from a killed save
     DIR/.step-00000110.removed/           being removed
     DIR/.step-00000120.replaced/          the earlier one of the same step, while its successor takes the name
 
-Only renames change what is complete, so a kill at any moment leaves the one state or the other.
+Only renames change which checkpoints are complete, so a kill at any moment leaves the state before or after a rename.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from echelon.base.errors import CheckpointError
 
 INDEX = "index.json"
-#: Directories that saves of this process write into now. Another engine of it must not take them for leftovers.
+#: Directories that saves of this process are writing. Another engine of the process must not sweep them.
 under_way: set[Path] = set()
-_renaming = threading.RLock()  # saves of several engines run in threads, and rename in one directory
+_renaming = threading.RLock()  # saves of several engines run in threads, and rename in the same directory
 _COMPLETE = re.compile(r"step-(\d{1,18})")
 _ASIDE = re.compile(r"\.step-(\d{1,18})(?:-[0-9a-f]{8})?\.(writing|removed|replaced)")
 
@@ -38,7 +38,7 @@ def aside_path(directory: Path, step: int, why: str) -> Path:
 
 
 def writing_path(directory: Path, step: int) -> Path:
-    """A name that no other save has: where a file system has no locks, two jobs must not write into one directory."""
+    """Return a unique name: without file locks, two jobs must still not write into the same directory."""
     return directory / f".step-{step:08d}-{secrets.token_hex(4)}.writing"
 
 
@@ -47,13 +47,13 @@ def tensor_file(rank: int) -> str:
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step in ``directory``; ``None`` when there is none."""
+    """Return the complete checkpoint of the highest step in ``directory``; ``None`` if there is none."""
     found = complete(Path(directory))
     return found[max(found)] if found else None
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """``path`` itself when it is a checkpoint, else the newest one inside it."""
+    """Return ``path`` itself if it is a checkpoint, else the newest one inside it."""
     asked = Path(path)
     if (asked / INDEX).is_file() or (_COMPLETE.fullmatch(asked.name) and asked.is_dir()):
         return asked
@@ -67,7 +67,7 @@ def find(path: str | os.PathLike[str]) -> Path:
 
 
 def complete(directory: Path) -> dict[int, Path]:
-    """Every complete checkpoint by its step. One whose successor never took its name is still the complete one."""
+    """Return complete checkpoints by step. One that was moved aside counts if its successor never took the name."""
     found, replaced = {}, {}
     for path in _entries(directory):
         if match := _COMPLETE.fullmatch(path.name):
@@ -78,7 +78,7 @@ def complete(directory: Path) -> dict[int, Path]:
 
 
 def open_aside(directory: Path, aside: Path) -> None:
-    """Make ``aside``, an empty directory to write into, with the leftovers of interrupted writes swept away."""
+    """Remove leftovers of interrupted writes, and create ``aside``, an empty directory to write into."""
     if not directory.is_dir():
         directory.mkdir(parents=True)
         sync_directory(directory.parent)
@@ -89,7 +89,7 @@ def open_aside(directory: Path, aside: Path) -> None:
 
 
 def publish(aside: Path, directory: Path, step: int) -> Path:
-    """Give the finished ``aside`` its final name."""
+    """Rename the finished ``aside`` to its final name."""
     sync_directory(aside)
     final, replaced = final_path(directory, step), aside_path(directory, step, "replaced")
     with _renaming:
@@ -103,7 +103,7 @@ def publish(aside: Path, directory: Path, step: int) -> Path:
 
 
 def prune(directory: Path, step: int, keep: int) -> None:
-    """Remove the oldest checkpoints up to ``step`` beyond ``keep``; a later step than ``step`` is not ours to judge."""
+    """Remove the oldest checkpoints up to ``step`` beyond ``keep``; later steps may belong to another run."""
     with _renaming:
         steps = sorted(old for old in complete(directory) if old <= step)
         for old in steps[:-keep]:
@@ -114,7 +114,7 @@ def prune(directory: Path, step: int, keep: int) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Clear what interrupted writes and removals left; a replaced one without a successor gets its name back."""
+    """Remove leftovers of interrupted writes and removals; give a replaced one without a successor its name back."""
     for path in _entries(directory):
         if (match := _ASIDE.fullmatch(path.name)) and path not in under_way:
             final = final_path(directory, int(match[1]))
@@ -125,7 +125,7 @@ def sweep(directory: Path) -> None:
 
 
 def _clear(path: Path, removed: Path) -> None:
-    """Remove a leftover, after a rename: should it be another job's after all, that cannot publish half of it."""
+    """Remove a leftover after renaming it, so that another job that still writes it cannot publish half of it."""
     with contextlib.suppress(FileNotFoundError):
         if path != removed:
             if removed.exists():
@@ -139,7 +139,7 @@ def remove_tree(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` survive a power cut; some network file systems have no such call, and need none."""
+    """Make the names in ``path`` survive a power cut; some network file systems neither have nor need this call."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

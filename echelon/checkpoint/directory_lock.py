@@ -1,8 +1,8 @@
-"""A claim on a checkpoint directory: one job at a time writes there, and a second one is told whose it is.
+"""A lock on a checkpoint directory: one job at a time writes there, and a second one learns which process has the lock.
 
-The claim is a ``flock`` on ``DIR/.writer``, which names host and process. The kernel lets go of it when the process
-ends, however it ends, so a job that was killed leaves nothing behind that holds up the next. Readers do not ask for it.
-Where a file system has no locks, a line says so and training goes on.
+The lock is a ``flock`` on ``DIR/.writer``, which names host and process. The kernel releases it when the process ends
+for any reason, so a killed job does not block the next one. Readers do not take it. On a file system without locks a
+line is logged and training goes on.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from echelon.base.errors import CheckpointError
 from echelon.distributed.collectives import gather_json
 
 FILE = ".writer"
-#: Seconds that a holder has for its end: it may have been told to go, or be killed, a moment ago.
+#: Seconds to wait for the holder to end: it may have been stopped or killed a moment ago.
 PATIENCE = 5.0
-#: The same for a job that was started again: a file server needs up to 90 s to notice that a host is lost.
+#: The same for a restarted job: a file server needs up to 90 s to notice that a host is lost.
 PATIENCE_AFTER_RESTART = 120.0
 _LOOK = 0.1  # seconds
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that has a directory; pid 0 where it is not known."""
+    """The process that holds a lock; pid 0 if it is not known."""
 
     host: str
     pid: int
@@ -44,7 +44,7 @@ class LockHolder:
 
 
 class NoLocksError(Exception):
-    """The file system has none."""
+    """The file system has no locks."""
 
 
 @dataclass
@@ -53,11 +53,11 @@ class _HeldLock:
     count: int
 
 
-_held: dict[str, _HeldLock] = {}  # by directory: engines of one process share a claim
+_held: dict[str, _HeldLock] = {}  # by directory: engines of one process share a lock
 
 
 class DirectoryLocks:
-    """The directories that an engine writes into. All ranks ask together; the one that ``writes`` has the locks."""
+    """The directories that an engine writes into. All ranks call together; the rank that ``writes`` holds the locks."""
 
     def __init__(self, group: dist.ProcessGroup | None, writes: bool) -> None:
         self._group, self.writes = group, writes
@@ -68,7 +68,7 @@ class DirectoryLocks:
         return bool(self._taken)
 
     def take(self, directory: Path) -> None:
-        """Let no other job write there; raise, on all ranks alike, where one does already."""
+        """Lock ``directory`` against other jobs; raise ``CheckpointError`` on all ranks if another job has the lock."""
         if directory in self._taken:
             return
         restarted = os.environ.get(RESTART_COUNT, "0") != "0"
@@ -86,9 +86,9 @@ class DirectoryLocks:
 
 
 def claim(directory: Path, restarted: bool, say: Callable[[str], None]) -> str | None:
-    """Claim ``directory`` for this process; returns why not, None where it may write. ``release`` ends it.
+    """Lock ``directory`` for this process; return None, or the reason for a refusal. ``release`` unlocks it.
 
-    restarted: this job has been started again; one of its own processes on a lost host may still have the claim
+    restarted:  the job has been restarted, so its own process on a lost host may still hold the lock
     """
     key, here = os.path.realpath(directory), socket.gethostname()
     if key in _held:
@@ -99,14 +99,14 @@ def claim(directory: Path, restarted: bool, say: Callable[[str], None]) -> str |
         while (handle := _locked(directory)) is None:
             holder = read_holder(directory)
             if holder == LockHolder(here, os.getppid()):
-                return None  # a process and those that it has forked are one job
+                return None  # a process and its forked children are one job
             if time.monotonic() > until:
                 return _refusal(directory, holder, restarted and holder.host != here, say)
             time.sleep(_LOOK)
     except NoLocksError as error:
         say(f"checkpoint: {directory} has no locks ({error}); a second job that writes there would not be noticed")
     except OSError:
-        pass  # what is wrong with the directory is said by the first save
+        pass  # the first save reports what is wrong with the directory
     else:
         _held[key] = _HeldLock(handle, 1)
     return None
@@ -123,7 +123,7 @@ def _refusal(directory: Path, holder: LockHolder, is_own: bool, say: Callable[[s
 
 
 def release(directory: Path) -> None:
-    """End a claim; the file goes too, since nothing needs it."""
+    """Release a lock, and remove its file."""
     key = os.path.realpath(directory)
     held = _held.get(key)
     if held is None:
@@ -137,7 +137,7 @@ def release(directory: Path) -> None:
 
 
 def read_holder(directory: Path) -> LockHolder:
-    """Return who last claimed ``directory``."""
+    """Return the process that last locked ``directory``."""
     try:
         known = json.loads((directory / FILE).read_text())
         return LockHolder(str(known["host"]), int(known["pid"]))
@@ -146,12 +146,12 @@ def read_holder(directory: Path) -> LockHolder:
 
 
 def _locked(directory: Path) -> int | None:
-    """Lock the file and write into it; None while another process has it."""
+    """Lock the file and write this process into it; return None if another process has the lock."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if not _lock(handle) or not _is_there(path, handle):  # its holder may have removed it a moment ago
+        if not _lock(handle) or not _is_there(path, handle):  # the last holder may have just removed the file
             os.close(handle)
             return None
         os.ftruncate(handle, 0)
@@ -186,7 +186,7 @@ def _release_all() -> None:
 
 
 def _forget() -> None:
-    """In a forked process: the claim is its parent's, and ends with that."""
+    """Close the handles in a forked process: the locks belong to its parent."""
     for held in _held.values():
         os.close(held.handle)
     _held.clear()

@@ -1,4 +1,4 @@
-"""Which tensors can be stored, under which names, and as which bytes."""
+"""Names and byte layouts of the tensors that a checkpoint can store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from echelon.base.errors import CheckpointError
 
-#: torch's dtype, and the name safetensors gives it. The name in our index is torch's own ("bfloat16").
+#: The safetensors name of each torch dtype. The index has torch's own name ("bfloat16").
 _SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -29,7 +29,7 @@ _SAFETENSORS = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-#: older safetensors have no complex numbers: in a checkpoint they are pairs of real ones, one dimension more
+#: Older safetensors have no complex numbers: a checkpoint stores them as pairs of reals in one more dimension.
 _REAL_PAIRS = {torch.complex64: "F32", torch.complex128: "F64"}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_SAFETENSORS, *_REAL_PAIRS)}
 
@@ -39,12 +39,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """The dtype of that name, ``None`` for one that no checkpoint holds."""
+    """Return the dtype of that name, ``None`` for one that a checkpoint cannot hold."""
     return _BY_NAME.get(name)
 
 
 def refuse_unstorable(name: str, tensor: object) -> None:
-    """Raise for anything but a dense tensor that holds values of a dtype we can store."""
+    """Raise for anything but a dense tensor with values of a dtype that can be stored."""
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"'{name}' is a {type(tensor).__name__}, not a tensor; put it into the facts")
     if tensor.dtype not in _BY_NAME.values() or tensor.layout != torch.strided:
@@ -59,26 +59,26 @@ def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """The safetensors dtype and shape under which a tensor lies in a checkpoint's file."""
+    """Return the safetensors dtype and shape of a tensor in a checkpoint's file."""
     if dtype in _REAL_PAIRS:
         return _REAL_PAIRS[dtype], [*shape, 2]
     return _SAFETENSORS[dtype], list(shape)
 
 
 def exported_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """The safetensors dtype and shape for other programs to read, complex numbers being complex where possible."""
+    """Return the safetensors dtype and shape for other programs, with complex dtypes if safetensors has them."""
     return (_SAFETENSORS[dtype], list(shape)) if dtype in _SAFETENSORS else stored_as(dtype, shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The values in row-major order; without a copy when they lie so in host memory already."""
+    """Return the values in row-major order; without a copy if they are contiguous in host memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
     return flat
 
 
 def tensor_of(raw: numpy.typing.NDArray[numpy.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor whose bytes these are, sharing their memory."""
+    """Return a tensor that shares the memory of these bytes."""
     if not raw.size:
-        return torch.empty(list(shape), dtype=dtype)  # torch views no other dtype in no bytes
+        return torch.empty(list(shape), dtype=dtype)  # torch cannot view zero bytes as another dtype
     return torch.from_numpy(raw).view(dtype).view(list(shape))

@@ -1,8 +1,8 @@
-"""Find NaN and infinite numbers in a training state before it is kept, and after it is read back.
+"""Finds NaN and infinite values in a training state before it is saved, and after it is loaded.
 
-A sum over a tensor is finite only if all of its numbers are, and takes half the time of a copy (25 million fp32
-numbers, one thread: 4.7 ms; ``isfinite().all()`` takes 110). So only tensors whose sum is not finite are looked at
-closely: there the sum itself may have overflowed.
+A sum over a tensor is finite only if all of its values are, and takes half the time of a copy (25 million fp32
+values, one thread: 4.7 ms; ``isfinite().all()`` takes 110). So only tensors whose sum is not finite are examined
+element by element, because the sum itself may have overflowed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from echelon.base.errors import CheckpointError, LossError
 from echelon.distributed.local_state import LocalState
 from echelon.distributed.tensor_layout import Part
 
-#: Buffers that are computed from activations; in others an infinity may be meant, as in a mask.
+#: Buffers that are computed from activations; in others an infinity may be intended, as in a mask.
 _STATISTICS = ("running_mean", "running_var")
 
-State = Mapping[str, Tensor | Part]  # by the names of state.py
+State = Mapping[str, Tensor | Part]  # by the names of training_state.py
 
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """A tensor of the training state with ``count`` NaN or infinite numbers among ``total``."""
+    """A tensor of the training state with ``count`` NaN or infinite values among ``total``."""
 
     name: str
     count: int
@@ -38,14 +38,14 @@ class NonFiniteTensor:
 
     @property
     def order(self) -> tuple[bool, str]:
-        """Parameters come before what follows from them."""
+        """The sort key, by which model parameters come before tensors derived from them."""
         return not self.name.startswith("model."), self.name
 
 
 class FiniteCheck:
-    """The judge of whether a state may be kept. What the model holds when this is made is taken to be meant.
+    """Decides if a state may be saved. Non-finite values in the model at construction are taken to be intended.
 
-    scaled: there is a loss scale: merged gradients may overflow, for the step that applies them is skipped
+    scaled:  True with a loss scale: accumulated gradients may overflow, because the step that applies them is skipped
     """
 
     def __init__(self, holdings: LocalState, scaled: bool) -> None:
@@ -54,13 +54,13 @@ class FiniteCheck:
         self._scaled = scaled
 
     def find(self, tensors: State) -> NonFiniteTensor | None:
-        """Return a tensor that training must not go on from; None if all are good."""
+        """Return a tensor from which training must not go on; None if all are finite."""
         checked = {name: value for name, value in tensors.items() if self._is_checked(name, _local(value))}
         found = [self._count(name, _local(checked[name])) for name in spoiled_names(checked)]
         return min((each for each in found if each.count), key=lambda each: each.order, default=None)
 
     def describe(self, spoiled: NonFiniteTensor) -> str:
-        """Return words for the tensor and its numbers."""
+        """Return text that names the tensor and counts its non-finite values."""
         name = _model_name(spoiled.name)
         if name:
             kind = "buffer" if name in self._buffers else "parameter"
@@ -73,11 +73,11 @@ class FiniteCheck:
         return f"{what} has {spoiled.count} NaN or infinite among {spoiled.total} numbers"
 
     def refuse(self, step: int, by_rank: Sequence[list[Any] | None], finish: Callable[[], None]) -> None:
-        """Raise, on all ranks alike, if one of them has found something; ``finish`` the save before it first."""
+        """Raise, on all ranks, if any rank has found a tensor; ``finish`` completes the previous save before that."""
         found = {rank: NonFiniteTensor(*spoiled) for rank, spoiled in enumerate(by_rank) if spoiled}
         if not found:
             return
-        with suppress(CheckpointError):  # this error is the one to tell
+        with suppress(CheckpointError):  # the LossError below is the one to report
             finish()
         first = min(found.values(), key=lambda each: each.order)
         ranks = [str(rank) for rank, spoiled in found.items() if spoiled.name == first.name]
@@ -94,14 +94,14 @@ class FiniteCheck:
         return NonFiniteTensor(name, 0 if of_model in self._meant else int(bad.sum()), value.numel())
 
     def _is_checked(self, name: str, value: Tensor) -> bool:
-        """A generator's state has a NaN for "none"; single numbers of an optimizer may begin infinite (a best loss)."""
+        """Return False for generator states (NaN means "none") and optimizer scalars, which may begin infinite."""
         if name.startswith("rng.") or (self._scaled and name.startswith("merge.")):
             return False
         return ".optimizer." not in f".{name}" or value.numel() > 1
 
 
 def spoiled_names(tensors: State) -> set[str]:
-    """Return the names of tensors with a NaN or an infinity in them."""
+    """Return the names of tensors that contain NaN or infinity."""
     plain = {name: _local(value) for name, value in tensors.items()}
     floats = {name: value for name, value in plain.items() if _can_spoil(value)}
     return {name for name in _suspects(floats) if not torch.isfinite(floats[name]).all()}
@@ -117,7 +117,7 @@ def _model_name(name: str) -> str:
 
 def _local(value: Tensor | Part) -> Tensor:
     tensor = value.tensor if isinstance(value, Part) else value
-    return getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor: a sum of the whole would ask other ranks
+    return getattr(tensor, "_local_tensor", tensor).detach()  # the sum of a whole DTensor would need communication
 
 
 def _can_spoil(value: Tensor) -> bool:
@@ -125,11 +125,11 @@ def _can_spoil(value: Tensor) -> bool:
 
 
 def _suspects(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors whose sums are not finite. The host waits once for each device."""
+    """Return the names of tensors whose sums are not finite. The host synchronizes once per device."""
     sums: dict[torch.device, dict[str, Tensor]] = {}
     with torch.no_grad():
         for name, value in tensors.items():
-            wide = value if value.element_size() > 1 else value.float()  # eight bits cannot be added up
+            wide = value if value.element_size() > 1 else value.float()  # 8-bit floats cannot be summed
             total = wide.sum()
             sums.setdefault(value.device, {})[name] = total.abs().double() if total.is_complex() else total.double()
         finite = {device: torch.isfinite(torch.stack(list(of.values()))).tolist() for device, of in sums.items()}

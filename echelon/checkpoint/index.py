@@ -1,8 +1,8 @@
-"""``index.json``: what a checkpoint holds and where. The last line is a checksum over every byte before it.
+"""``index.json``: the contents of a checkpoint. The last line is a checksum over every byte before it.
 
-The index decides what is read, so whatever comes from it is checked before use: types, ranges, file names, that the
-pieces of a tensor fill it, and that the pieces in a file fill the file. A file from a stranger may thus be refused,
-but it cannot make us read elsewhere, allocate more than it holds, or run anything.
+The index decides what is read, so everything in it is checked before use: types, ranges, file names, that the pieces
+of a tensor fill it, and that the pieces in a file fill the file. So a malicious checkpoint is refused: it cannot make
+the reader open other files, allocate more than the checkpoint holds, or run code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_DIMENSIONS = 64  # torch's own limit
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and the bytes it lies in."""
+    """A box of a tensor and the bytes that store it."""
 
     file: str
     name: str
@@ -47,7 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as a whole."""
+    """A whole tensor and its chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The whole of ``index.json``."""
+    """The contents of ``index.json``."""
 
     step: int
     world_size: int
@@ -79,18 +79,18 @@ class CheckpointIndex:
         return text + _SEAL + tensorfile.in_hex(tensorfile.checksum(text)).encode() + b'"\n}\n'
 
     def check(self) -> None:
-        """Raise ``MalformedIndexError`` unless the pieces fill the tensors, and the files, exactly."""
+        """Raise ``MalformedIndexError`` unless the pieces exactly fill the tensors and the files."""
         for name, entry in self.tensors.items():
             _check_filled(name, entry)
         _check_files_filled(self)
 
 
 class MalformedIndexError(ValueError):
-    """The index says something that cannot be."""
+    """The index contradicts itself or has invalid values."""
 
 
 def read_index(checkpoint: Path) -> CheckpointIndex:
-    """The verified index of the checkpoint in that directory."""
+    """Read and verify the index of the checkpoint in that directory."""
     path = checkpoint / INDEX
     try:
         data = path.read_bytes()
@@ -111,7 +111,7 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
 
 
 def plain_facts(facts: Any) -> dict[str, Any]:
-    """``facts`` if JSON gives back exactly what is put in (save that a tuple becomes a list)."""
+    """Return ``facts`` if JSON preserves them exactly (except that a tuple becomes a list); raise otherwise."""
     if not isinstance(facts, dict):
         raise CheckpointError(f"the facts of a checkpoint must be a dict, got {type(facts).__name__}")
     _check_plain(facts, "facts")
@@ -206,7 +206,7 @@ def _check_filled(name: str, entry: TensorEntry) -> None:
 
 
 def _check_files_filled(index: CheckpointIndex) -> None:
-    """Every byte of every file belongs to exactly one checksum, so no damage goes unseen and no file is read twice."""
+    """Raise unless every byte of every file has exactly one checksum, so that all damage is detected."""
     spans: dict[str, list[TensorByteSpan]] = {name: [] for name in index.files}
     for entry in index.tensors.values():
         for chunk in entry.chunks:
@@ -284,7 +284,7 @@ def _sum_of(fields: Mapping[str, Any], key: str) -> str:
 
 
 def _file_name(value: str) -> str:
-    """Only names that a writer gives: never a path, so that nothing outside the checkpoint is ever opened."""
+    """Return a valid file name, never a path, so that no file outside the checkpoint is opened."""
     if not _FILE_NAME.fullmatch(value):
         raise MalformedIndexError(f"file name {_brief(value)} is not one of ours")
     return value

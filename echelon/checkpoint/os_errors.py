@@ -1,4 +1,4 @@
-"""What the operating system refused, in one line that says what to do."""
+"""One-line messages for errors of the operating system, with a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def cannot_write(path: Path, error: OSError, opened_elsewhere: bool = False) -> str:
-    """``opened_elsewhere``: another rank has made the directory, so its absence here means another file system."""
+    """Return a message for a failed write.
+
+    opened_elsewhere:  another rank created the directory, so its absence here means a different file system
+    """
     reason = error.strerror or str(error)
     if opened_elsewhere and error.errno == errno.ENOENT:
         return f"cannot write {path}: rank 0 made it, but it is not there; choose a directory that all hosts share"
@@ -26,7 +29,7 @@ def cannot_read(path: Path, error: OSError) -> CheckpointError:
 
 
 def first_line(error: BaseException) -> str:
-    """For failures that are not ours to phrase."""
+    """Return type and first line of an error that is not an EchelonError."""
     text = str(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,7 +1,7 @@
-"""How the ranks of one save come to one result: all of them have it, or all of them raise the same line.
+"""Agreement of the ranks of one save: all of them have the result, or all of them raise the same error.
 
-What they tell each other is JSON. torch.distributed.checkpoint's own driver sends pickles, which we accept from
-nobody; only its planning is used here.
+Messages are JSON. The driver of torch.distributed.checkpoint sends pickles, which Echelon never accepts; only its
+planner is used here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from echelon.distributed.collectives import json_to_tensor, tensor_to_json
 
 
 class PeerLostWhileSaving(CheckpointError, PeerLost):
-    """A rank of the save died or does not answer: a consequence, whose cause is in that rank's log."""
+    """A rank of the save died or does not answer: a secondary error, whose cause is in that rank's log."""
 
 
 class SavePeers:
-    """The ranks that write one checkpoint together, on a group of their own, apart from training's collectives."""
+    """The ranks that write one checkpoint together, with their own group, apart from training's collectives."""
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.rank = rank
@@ -43,7 +43,7 @@ class SavePeers:
         self._group = None
 
     def agree(self, doing: str, offer: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Rank 0's ``decide`` over every rank's ``offer``; if any of them fails anywhere, the same error everywhere."""
+        """Return rank 0's ``decide`` over every rank's ``offer``; if any of these fails, all ranks raise."""
         mine, cause = _attempt(offer)
         try:
             with _noted(doing):
@@ -68,7 +68,7 @@ class SavePeers:
         return {"error": f"rank {rank}: {line}{others}" if self.world_size > 1 else line}
 
     def _gather(self, message: Any) -> list[Any]:
-        """Every rank's message, in rank order, on rank 0."""
+        """Return every rank's message, in rank order, on rank 0."""
         if self._group is None:
             return [message]
         data = json_to_tensor(message)
@@ -82,7 +82,7 @@ class SavePeers:
         return [tensor_to_json(row[: int(length)]) for row, length in zip(rows or [], lengths, strict=False)]
 
     def _broadcast(self, message: Any) -> Any:
-        """Rank 0's message on every rank."""
+        """Return rank 0's message on every rank."""
         if self._group is None:
             return message
         data = json_to_tensor(message)
@@ -95,7 +95,7 @@ class SavePeers:
 
 
 def _noted(doing: str) -> contextlib.AbstractContextManager[None]:
-    """That the training thread waits here; a save in the background holds up nobody."""
+    """Mark the wait of the training thread; a save in a background thread does not delay training."""
     here = threading.current_thread() is threading.main_thread()
     return waiting("save", doing) if here else contextlib.nullcontext()
 
@@ -105,5 +105,5 @@ def _attempt(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | Non
         return {"value": action()}, None
     except CheckpointError as error:
         return {"error": str(error)}, error
-    except Exception as error:  # a rank that fails silently would leave the others waiting
+    except Exception as error:  # a rank that raised here would leave the others waiting
         return {"error": first_line(error)}, error

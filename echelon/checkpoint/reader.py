@@ -1,4 +1,4 @@
-"""``Stored``: a checkpoint on disk, read by any number of ranks, each for itself and without a word to the others."""
+"""``Stored``: a checkpoint on disk, read by any number of ranks, each without communication."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from echelon.checkpoint.directory import find
 from echelon.checkpoint.index import Chunk, TensorEntry, read_index
 from echelon.distributed.tensor_layout import Box, Layout, Part
 
-_NAMED = 3  # a message names this many of the tensors that do not fit
+_NAMED = 3  # number of mismatched tensors that a message names
 
 
 class Stored:
-    """A complete checkpoint. Its index is verified here, its tensors whenever they are read."""
+    """A complete checkpoint. The constructor verifies its index; each read verifies its tensors."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -41,7 +41,7 @@ class Stored:
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote it."""
+        """The number of ranks that wrote it."""
         return self._index.world_size
 
     @property
@@ -50,12 +50,12 @@ class Stored:
 
     @property
     def title(self) -> str:
-        """What to call it."""
+        """The name of the checkpoint in messages."""
         return str(self.path)
 
     @property
     def origin(self) -> str:
-        """What more there is to say of where it comes from."""
+        """Additional text about the checkpoint's origin for messages."""
         return ""
 
     def names(self) -> list[str]:
@@ -71,23 +71,23 @@ class Stored:
         return self._entry(name).dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU."""
+        """Return the whole tensor, on the CPU."""
         entry = self._entry(name)
         whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.load({name: whole})
         return whole
 
     def read_part(self, name: str, layout: Layout) -> torch.Tensor:
-        """The part of a tensor that a layout describes, on the CPU."""
+        """Return the part of a tensor that a layout describes, on the CPU."""
         part = torch.empty(layout.local_shape, dtype=self.dtype(name), device="cpu")
         self.load({name: Part(part, layout)})
         return part
 
     @torch.no_grad()
     def load(self, into: Mapping[str, torch.Tensor | Part]) -> None:
-        """Fill the given tensors in place, DTensors and Parts with what they hold; other stored tensors are left alone.
+        """Fill the given tensors in place, DTensors and Parts with their local part; other stored tensors are not read.
 
-        When a chunk turns out to be damaged, those read before it are filled already: do not go on with them.
+        If a chunk is damaged, tensors read before it are already filled and must not be used.
         """
         self._refuse_misfits(into)
         parts = {name: value for name, value in into.items() if isinstance(value, Part)}
@@ -119,15 +119,15 @@ class Stored:
                 planner.resolve_tensor(item).detach().copy_(_region(source, item))
 
     def verify(self) -> None:
-        """Read everything once and compare it with its checksums."""
+        """Read everything once and compare it with its checksums; raises ``Damaged``."""
         for name in self._index.files:
             with self._opened(name):
-                pass  # a file without tensors is read here, all others below
+                pass  # verifies the header, and files without tensors, which the loop below does not open
         for _ in self._read(chunk for entry in self._index.tensors.values() for chunk in entry.chunks):
             pass
 
     def _read(self, chunks: Iterable[Chunk]) -> Iterable[tuple[Chunk, torch.Tensor]]:
-        """The chunks with their values, in the order in which they lie on the disk."""
+        """Yield the chunks with their values, in the order of their positions on disk."""
         by_file: dict[str, list[Chunk]] = {}
         for chunk in chunks:
             by_file.setdefault(chunk.file, []).append(chunk)
@@ -139,7 +139,7 @@ class Stored:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
-        """A file of the checkpoint, its header verified the first time only, as tensors are often read one by one."""
+        """Open a file of the checkpoint. Its header is verified once, because tensors are often read one by one."""
         with tensorfile.open_tensor_file(self.path / name) as file:
             if name not in self._sound:
                 tensorfile.check_whole(self.path / name, file, self._index.files[name])
@@ -180,7 +180,7 @@ class Stored:
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Raise unless every byte of the checkpoint (or of the newest in a directory) is the one that was written."""
+    """Raise unless every byte of the checkpoint (or of the newest in a directory) is as it was written."""
     Stored(find(path)).verify()
 
 
@@ -196,7 +196,7 @@ def _region(source: torch.Tensor, item: ReadItem) -> torch.Tensor:
 
 
 def _overlap(box: Box, chunk: Chunk) -> list[tuple[int, int]] | None:
-    """Where a box and a chunk meet, as a range of the whole along every dimension. Scalars, without any, do."""
+    """Return the overlap of a box and a chunk as global ranges per dimension; None if empty. Scalars always overlap."""
     ranges = [
         (max(a, b), min(a + m, b + n))
         for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)

@@ -1,4 +1,4 @@
-"""One save, from the tensors of every rank to a complete checkpoint, in the order in which things happen."""
+"""``CheckpointSave``: one save, from the tensors of every rank to a complete checkpoint, in order of execution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Held = list[tuple[WritePiece, torch.Tensor]]
 
 
 class CheckpointSave:
-    """What the ranks do together for one step: agree on shares, write them, give the result its name."""
+    """The collective steps of one save: agree on shares, write them, rename the result to its final name."""
 
     def __init__(
         self, peers: SavePeers, allotment: WritePlanCache, directory: Path, step: int, keep: int | None
@@ -37,7 +37,7 @@ class CheckpointSave:
         self._directory = directory
         self._step = step
         self._keep = keep
-        self._aside = layout.writing_path(directory, step)  # rank 0's counts
+        self._aside = layout.writing_path(directory, step)  # replaced by rank 0's path in ``share``
         self.final = layout.final_path(directory, step)
         self._facts: dict[str, Any] = {}
         self._held: Held = []
@@ -45,7 +45,7 @@ class CheckpointSave:
         self._failure: Exception | None = None
 
     def share(self, tensors: Mapping[str, torch.Tensor | Part], facts: dict[str, Any]) -> None:
-        """Agree on who writes what, and open the place to write to."""
+        """Agree on which rank writes which pieces, and create the directory to write to."""
 
         def offer() -> dict[str, Any]:
             self._facts = plain_facts(facts)
@@ -56,23 +56,23 @@ class CheckpointSave:
         self._aside = self._directory / aside
         mine = self._allotment.settle([piece for piece, _ in self._held], shares, self._peers.rank)
         self._share = [self._held[position] for position in mine]
-        self._share.sort(key=lambda held: -held[0].dtype.itemsize)  # so that each tensor lies aligned to its dtype
+        self._share.sort(key=lambda held: -held[0].dtype.itemsize)  # so that each tensor is aligned to its dtype
 
     def stage(self, staging: StagingBuffers) -> None:
-        """Copy this rank's share aside. A failure waits for ``write``, where the other ranks can hear of it."""
+        """Copy this rank's share to host memory. A failure is raised in ``write``, where all ranks learn of it."""
         try:
             self._share = staging.copy(self._share)
         except RuntimeError as error:
             self._failure = error
-        self._held = []  # training's own tensors are not needed any longer
+        self._held = []  # drop the references to training's own tensors
 
     def write(self) -> None:
-        """Write every share; when all are on the disk, make the checkpoint complete."""
+        """Write every share; when all are on disk, make the checkpoint complete."""
         try:
             self._peers.agree(self._doing, self._write_share, self._complete)
         except CheckpointError:
             if self._peers.rank == 0 and self._aside.exists():
-                with suppress(OSError):  # what is left is swept at the next save
+                with suppress(OSError):  # the next save sweeps leftovers
                     layout.remove_tree(self._aside)
             raise
         finally:
@@ -157,7 +157,7 @@ class CheckpointSave:
 
 
 def _slots(pieces: Sequence[WritePiece]) -> list[TensorSlot]:
-    """The pieces as tensors of one file. A whole tensor keeps its name; a shard's says where it begins."""
+    """Return the pieces as tensors of one file. A whole tensor keeps its name; a shard's name has its offsets."""
     slots: dict[str, TensorSlot] = {}
     for piece in pieces:
         name = piece.name

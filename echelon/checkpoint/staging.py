@@ -1,4 +1,4 @@
-"""Copies in host memory, so that training may go on changing the tensors while they are written."""
+"""Copies tensors to host memory, so that training may change them while they are written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from echelon.checkpoint.write_plan import WritePiece
 
 
 class StagingBuffers:
-    """Buffers that are kept from save to save: allocating pinned memory costs more than filling it."""
+    """Buffers that are reused from save to save: allocating pinned memory costs more than filling it."""
 
     def __init__(self) -> None:
         self._buffers: dict[WritePiece, torch.Tensor] = {}
 
     @torch.no_grad()
     def copy(self, held: Sequence[tuple[WritePiece, torch.Tensor]]) -> list[tuple[WritePiece, torch.Tensor]]:
-        """The same pieces, with their values as of now in buffers of our own."""
+        """Return the same pieces with copies of their current values."""
         self._buffers = {piece: self._buffer(piece, tensor) for piece, tensor in held}
         for piece, tensor in held:
             self._buffers[piece].copy_(tensor, non_blocking=tensor.is_cuda)

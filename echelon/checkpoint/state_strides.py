@@ -1,4 +1,4 @@
-"""Optimizer state that lies in memory as its weights do: a fused step goes through both by address, not by index."""
+"""Gives optimizer state the strides of its weights: a fused step walks through both by address, not by index."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def follow_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Lay state out as its weight, where it is not. A file has lost how it lay; weights may have been laid out anew."""
+    """Give state the strides of its weight. Files do not store strides, and weights may have changed theirs."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

@@ -1,10 +1,11 @@
-"""One safetensors file: written in one pass with a checksum per tensor, read back by position and verified.
+"""Reads and writes one safetensors file: written in one pass with a checksum per tensor, read by position and verified.
 
-The format is an 8-byte length, a JSON header of that length, then the tensors without gaps. Writing it here rather
-than through the safetensors library spares a copy of every tensor, and lets checksums and fsync ride along.
+The format is an 8-byte length, a JSON header of that length, then the tensors without gaps. Writing it here and not
+with the safetensors library saves a copy of every tensor, and adds checksums and fsync.
 
-Checksum: CRC-32 from zlib. Measured on one core of an AMD EPYC: crc32 4.2 GB/s, sha256 1.8, blake2b 0.9. It misses
-no burst of up to 32 bits, and of other damage one in four thousand million; it guards against accidents, not enemies.
+Checksum: CRC-32 from zlib. Measured on one core of an AMD EPYC: crc32 4.2 GB/s, sha256 1.8, blake2b 0.9. It detects
+every burst of up to 32 bits, and misses one in four billion of other damages; it protects against accidents, not
+against attacks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy
 from echelon.base.errors import Damaged
 from echelon.checkpoint.os_errors import cannot_read
 
-_BLOCK = 64 << 20  # checksummed and written while still in reach of the cache hierarchy, and with the GIL released
+_BLOCK = 64 << 20  # bytes checksummed and then written while still in a cache, with the GIL released
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the index knows about a file as a whole."""
+    """Size and header of a file, as the index records them."""
 
     nbytes: int
     header_nbytes: int
@@ -47,7 +48,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorByteSpan:
-    """Where a tensor's bytes lie in a file, and their checksum."""
+    """The position of a tensor's bytes in a file, and their checksum."""
 
     start: int
     nbytes: int
@@ -65,7 +66,7 @@ def in_hex(value: int) -> str:
 def write(
     path: Path, slots: Sequence[TensorSlot], contents: Iterable[memoryview], note: dict[str, str] | None = None
 ) -> tuple[FileRecord, list[TensorByteSpan]]:
-    """Write ``contents``, one for each slot and in their order, and do not return before they are on the disk."""
+    """Write ``contents``, one for each slot in order; return after they are on disk."""
     header = _header(slots, note)
     spans, start = [], len(header)
     with path.open("wb") as file:
@@ -79,7 +80,7 @@ def write(
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A small file, on the disk when this returns."""
+    """Write a small file; return after it is on disk."""
     with path.open("wb") as file:
         file.write(data)
         _flush(file)
@@ -87,7 +88,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def open_tensor_file(path: Path) -> Iterator[BinaryIO]:
-    """The file, with what the operating system refuses in one line."""
+    """Open a file for reading; OS errors become ``CheckpointError``."""
     try:
         with path.open("rb") as file:
             yield file
@@ -96,7 +97,7 @@ def open_tensor_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_whole(path: Path, file: BinaryIO, record: FileRecord) -> None:
-    """Raise unless length and header are those that were written."""
+    """Raise ``Damaged`` unless length and header are as they were written."""
     nbytes = os.fstat(file.fileno()).st_size
     if nbytes != record.nbytes:
         change = "truncated" if nbytes < record.nbytes else "changed"
@@ -106,7 +107,7 @@ def check_whole(path: Path, file: BinaryIO, record: FileRecord) -> None:
 
 
 def read(file: BinaryIO, path: Path, name: str, span: TensorByteSpan) -> numpy.typing.NDArray[numpy.uint8]:
-    """The bytes of ``span``, verified."""
+    """Return the bytes of ``span``; raise ``Damaged`` if the checksum differs."""
     content = numpy.empty(span.nbytes, dtype=numpy.uint8)
     file.seek(span.start)
     got = file.readinto(content.data) if span.nbytes else 0  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
-"""Training state as named tensors and JSON facts, and back: what a checkpoint holds.
+"""Converts training state to named tensors and JSON facts, as a checkpoint holds them, and back.
 
 model.<name>                          parameters and persistent buffers, each once
 optimizer.<optimizer>.<name>.<key>    optimizer state, by parameter name, so that order does not matter
-merge.<i>.<n>.<name>                  gradients accumulated but not yet applied, the i-th of n addends
-dgc.<rank>.<optimizer>.{u,v}.<name>   what a rank still owes the others (deep gradient compression)
-sync.{snapshot,velocity}.<name>       where ranks that step alone last met, and their outer momentum (LocalSGD)
-local.<rank>.<any of the first two>   what such a rank has for itself; model.* is then the average of all
-own.<rank>.<name>                     in copies in memory: batch-norm statistics, where every replica has its own
-ema.<name>                            moving averages of parameters, and of buffers where those are averaged
-rng.<stream>.<generator>              the random streams; ranks that share a batch have one in common
+merge.<i>.<n>.<name>                  gradients accumulated but not yet applied, the i-th of n partial sums
+dgc.<rank>.<optimizer>.{u,v}.<name>   momentum and gradients that a rank has not sent yet (deep gradient compression)
+sync.{snapshot,velocity}.<name>       parameters at the last synchronization, and outer momentum (LocalSGD)
+local.<rank>.<any of the first two>   a rank's own state under LocalSGD; model.* is then the average of all
+own.<rank>.<name>                     in in-memory snapshots: batch-norm statistics, if every replica has its own
+ema.<name>                            moving averages of parameters, and of buffers if those are averaged
+rng.<stream>.<generator>              states of random generators; ranks that share a batch share a stream
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def model_tensors(holdings: LocalState) -> dict[str, Tensor | Part]:
-    """What this rank holds of parameters and persistent buffers."""
+    """Return this rank's parameters and persistent buffers."""
     return {f"model.{name}": value for name, value in holdings.tensors().items()}
 
 
 def model_aliases(model: nn.Module) -> dict[str, str]:
-    """Second names of tied weights: ``{"head.weight": "embedding.weight"}``."""
+    """Return the second names of tied weights: ``{"head.weight": "embedding.weight"}``."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -50,7 +50,7 @@ def model_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def optimizer_state(holdings: LocalState, optimizers: Optimizers) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
-    """The optimizers' tensors by name, and their settings and other values as facts."""
+    """Return the optimizers' tensors by name, and their options and other values as facts."""
     names = holdings.names
     tensors: dict[str, Tensor | Part] = {}
     facts: dict[str, Any] = {}
@@ -68,21 +68,21 @@ def optimizer_state(holdings: LocalState, optimizers: Optimizers) -> tuple[dict[
 
 
 def optimizer_groups(holdings: LocalState, key: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer, group by group."""
+    """Return the options of an optimizer, group by group."""
     return [
         {"names": members, "options": encode({k: v for k, v in group.items() if k != "params"})}
         for members, group in zip(holdings.groups[key], optimizer.param_groups, strict=True)
     ]
 
 
-#: Reads a stored tensor: its name, and the layout of the parameter it belongs to.
+#: Reads a stored tensor, given its name and the layout of its parameter.
 Read = Callable[[str, Layout | None], Tensor]
 
 
 def restore_optimizers(
     optimizers: Optimizers, holdings: LocalState, facts: Mapping[str, Any], stored: Iterable[str], read: Read
 ) -> None:
-    """Give the optimizers back their state. ``stored`` names the tensors ``optimizer.*``; only what is held is read."""
+    """Restore the optimizers' state. ``stored`` names the tensors ``optimizer.*``; only those held here are read."""
     if set(optimizers) != set(facts):
         raise CheckpointError(
             f"the checkpoint has optimizers {sorted(facts)}, this run has {sorted(optimizers)}; "
@@ -124,7 +124,7 @@ def _load(
         members = [names[id(parameter)] for parameter in group["params"]]
         ids = list(range(index, index + len(members)))
         state |= {i: by_name[name] for i, name in zip(ids, members, strict=True) if name in by_name}
-        # How a step is taken is this machine's affair.
+        # The implementation of the step depends on this machine, not on the one that saved.
         here: dict[str, Any] = {name: group[name] for name in ("fused", "foreach") if name in group}
         param_groups.append({**decode(stored["options"]), **here, "params": ids})
         index += len(members)
@@ -133,7 +133,7 @@ def _load(
 
 
 def to_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
-    """A few small tensors and facts as one piece, quickly made: it goes along with every push of a worker."""
+    """Serialize a few small tensors and facts quickly: a worker sends them with every push."""
     from echelon.checkpoint.dtypes import bytes_of, name_of
 
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -143,7 +143,7 @@ def to_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
 
 
 def from_bytes(kept: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The reverse."""
+    """Return the tensors and facts that ``to_bytes`` serialized."""
     from echelon.checkpoint.dtypes import dtype_named, nbytes, tensor_of
 
     at = 8 + int.from_bytes(kept[:8], "little")
@@ -159,7 +159,7 @@ def from_bytes(kept: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def random_state(stream: int, device: torch.device) -> dict[str, Tensor]:
-    """Where this process's random generators are, under the number of its stream."""
+    """Return the states of this process's random generators, under the number of its stream."""
     legacy: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = legacy
     state = {
@@ -175,7 +175,7 @@ def random_state(stream: int, device: torch.device) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=1)
 def _python_state(state: tuple[int, tuple[int, ...], float | None]) -> dict[str, Tensor]:
-    """Rarely another than the last time: few training steps draw from Python's own generator."""
+    """Convert the state of Python's generator; cached because few training steps draw from it."""
     version, internal, gauss = state
     numbers = np.array([version, *internal], np.int64)
     gaussian = np.array([math.nan if gauss is None else gauss], np.float64)
@@ -196,7 +196,7 @@ def restore_random_state(stream: int, device: torch.device, stored: Mapping[str,
 
 
 def encode(value: Any) -> Any:
-    """A Python value as JSON, with tags for what JSON lacks. What cannot be written so is named."""
+    """Return a Python value as JSON, with tags for types that JSON lacks. Raises for types that have no tag."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -212,7 +212,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of ``encode``."""
+    """Return the Python value that ``encode`` converted."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

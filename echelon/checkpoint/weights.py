@@ -1,4 +1,4 @@
-"""The model's weights alone, as one safetensors file that other programs read."""
+"""Exports the model's weights as one safetensors file that other programs read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from echelon.checkpoint.tensorfile import TensorSlot
 def export(
     path_or_dir: str | os.PathLike[str], out: str | os.PathLike[str], prefix: str = "model.", *, ema: bool = False
 ) -> int:
-    """Write the tensors whose names begin with ``prefix``, without it, to ``out``; how many there were.
+    """Write the tensors whose names begin with ``prefix``, without it, to ``out``; return their number.
 
-    ema: where the checkpoint has a moving average of a tensor, write that
+    ema:  write the moving average of a tensor if the checkpoint has one
 
-    Weights that the model ties are stored once; the file has them under each of their names, as the fact ``aliases``
-    (second name: first name) tells. One tensor at a time is in memory.
+    Tied weights are stored once; the file has them under each of their names, according to the fact ``aliases`` (second
+    name: first name). Only one tensor at a time is in memory.
     """
     stored = Stored(find(path_or_dir))
     sources = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
@@ -45,7 +45,7 @@ def _aliases(stored: Stored) -> Iterable[tuple[str, str]]:
 
 
 def _write(out: Path, stored: Stored, sources: Mapping[str, str]) -> None:
-    # in the order safetensors itself uses, which leaves every tensor aligned to its dtype
+    # the order that safetensors itself uses, in which every tensor is aligned to its dtype
     names = sorted(sources, key=lambda name: (-stored.dtype(sources[name]).itemsize, name))
     slots = [_slot(stored, name, sources[name]) for name in names]
     contents = (dtypes.bytes_of(stored.read(sources[name])) for name in names)

@@ -1,4 +1,4 @@
-"""Which rank writes which piece of which tensor. Planning is torch.distributed.checkpoint's, its types end here."""
+"""Decides which rank writes which piece of a tensor, with the planner of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WritePiece:
 
 
 def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[WritePiece, torch.Tensor]]:
-    """The boxes this rank holds, each with its values where they lie now."""
+    """Return the boxes that this rank holds, each with its current values, not copied."""
     plain: dict[str, torch.Tensor] = {}
     held: list[tuple[WritePiece, torch.Tensor]] = []
     for name, value in tensors.items():
@@ -55,7 +55,7 @@ def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[Write
             held += _pieces_of(name, value)
         else:
             plain[name] = tensor
-    # a rank beyond the end of an unevenly sharded tensor holds nothing worth a name in the file
+    # a rank beyond the end of an unevenly sharded tensor holds an empty piece, which is not written
     return held + [(p, data) for p, data in _planned(plain) if math.prod(p.sizes) or not math.prod(p.shape)]
 
 
@@ -76,7 +76,7 @@ def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[WritePiece, torch.T
 
 
 def share_out(offers: Sequence[Sequence[WritePiece]]) -> list[list[int]]:
-    """For every rank, the positions of the pieces that it is the one to write."""
+    """Return for every rank the positions of the pieces that it writes."""
     _refuse_contradictions(offers)
     plans = [SavePlan([_write_item(piece) for piece in pieces]) for pieces in offers]
     try:
@@ -99,7 +99,7 @@ def _refuse(name: str, tensor: object) -> None:
 
 
 def _refuse_contradictions(offers: Sequence[Sequence[WritePiece]]) -> None:
-    """The planner takes pieces of one name and place for copies of each other, whatever their size."""
+    """Raise if ranks disagree about a piece: the planner would take pieces of equal name and offset for copies."""
     first: dict[tuple[str, tuple[int, ...]], tuple[int, WritePiece]] = {}
     for rank, pieces in enumerate(offers):
         for piece in pieces:
@@ -133,7 +133,7 @@ def _piece(item: WriteItem) -> WritePiece:
 
 
 def _write_item(piece: WritePiece) -> WriteItem:
-    """Every piece is a shard to the planner: only for shards does it check that they fill the tensor."""
+    """Return the planner's item of a piece: a SHARD, because only for shards it checks that they fill a tensor."""
     offsets, sizes = torch.Size(piece.offsets), torch.Size(piece.sizes)
     return WriteItem(
         index=MetadataIndex(piece.name, offsets),

@@ -1,7 +1,7 @@
-"""Who writes what, remembered from save to save.
+"""Caches the write plan from save to save.
 
-Planning 3,000 tensors on 8 ranks takes rank 0 a second, while training waits. The tensors of a run hardly ever change
-in name or shape, so a rank that has nothing new to tell says so, and when no rank has, the last plan stands.
+Planning 3,000 tensors on 8 ranks takes a second on rank 0, while training waits. The tensors of a run hardly ever
+change in name or shape, so a rank without changes sends None, and if all ranks do, the last plan is reused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from echelon.checkpoint.write_plan import WritePiece, share_out
 
 
 class WritePlanCache:
-    """One rank's memory of the last plan that all ranks agreed on; on rank 0, of the whole plan."""
+    """One rank's copy of the last plan that all ranks agreed on; on rank 0, the whole plan."""
 
     def __init__(self) -> None:
         self._mine: list[WritePiece] | None = None
@@ -22,11 +22,11 @@ class WritePlanCache:
         self._proposed: list[list[WritePiece]] = []
 
     def offer(self, pieces: Sequence[WritePiece]) -> list[Any] | None:
-        """What to tell rank 0 about this rank's pieces; ``None`` for the same as last time."""
+        """Return this rank's pieces for rank 0; ``None`` if they are the same as last time."""
         return None if pieces == self._mine else [piece.to_message() for piece in pieces]
 
     def allot(self, offers: Sequence[list[Any] | None]) -> list[list[int]] | None:
-        """Rank 0: everyone's share, as positions in what they hold; ``None`` for the same as last time."""
+        """Return all ranks' shares as positions in their pieces, on rank 0; ``None`` if they are as last time."""
         if all(offer is None for offer in offers):
             return None
         self._proposed = [
@@ -36,7 +36,7 @@ class WritePlanCache:
         return share_out(self._proposed)
 
     def settle(self, pieces: Sequence[WritePiece], shares: list[list[int]] | None, rank: int) -> list[int]:
-        """This rank's share, once all ranks have agreed."""
+        """Store the agreed plan, and return this rank's share."""
         self._mine = list(pieces)
         if shares is not None:
             self._my_share, self._offers = shares[rank], self._proposed

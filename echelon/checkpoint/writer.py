@@ -1,4 +1,4 @@
-"""``Writer``: saves of one job into one directory, beside training or before it goes on."""
+"""``Writer``: saves the checkpoints of one job into one directory, in the background or synchronously."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Writer:
     """Writes checkpoints into ``directory``. Every rank makes one, and all ranks call ``save`` together.
 
     ``asynchronous`` copies the tensors to host memory and writes them from a thread while training goes on.
-    ``keep`` removes all but so many of the checkpoints up to the one just written.
-    ``timeout`` bounds, in seconds, the wait for a rank that lives but does not come.
+    ``keep`` is the number of checkpoints, up to the one just written, that are kept; older ones are removed.
+    ``timeout`` bounds, in seconds, the wait for a rank that is alive but does not join the save.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Writer:
         self._staging = StagingBuffers()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self.saved: Callable[[Path], None] | None = None  #: told of every checkpoint that has become complete
+        self.saved: Callable[[Path], None] | None = None  #: called with the path of each completed checkpoint
 
     def save(
         self,
@@ -62,12 +62,11 @@ class Writer:
         facts: dict[str, Any],
         wait: bool | None = None,
     ) -> Path:
-        """Store ``tensors`` as they are now, and rank 0's ``facts``, as the checkpoint of ``step``.
+        """Store the current ``tensors``, and rank 0's ``facts``, as the checkpoint of ``step``.
 
-        A tensor of the same name on several ranks is taken to be the same and written once; a DTensor and a Part are
-        written by what this rank holds of them. Returns where the checkpoint will be: it is there when this returns if
-        ``wait`` (by default: if the writer is not asynchronous), else after ``wait()``. Calling ``save`` again waits
-        for the one before.
+        Tensors of the same name on several ranks are assumed equal and written once; of a DTensor or a Part each rank
+        writes its local part. Returns the path of the checkpoint: it exists on return if ``wait`` (default: the writer
+        is not asynchronous), else after ``wait()``. Calling ``save`` again waits for the previous save.
         """
         self.wait()
         save = CheckpointSave(self._peers, self._allotment, self._directory, step, self._keep)
@@ -82,7 +81,7 @@ class Writer:
         return save.final
 
     def wait(self) -> None:
-        """Return when the last save is complete; raise if it failed."""
+        """Wait until the last save is complete; raise if it failed."""
         if self._thread is not None:
             with waiting("end of the save before"):
                 self._thread.join()
@@ -92,7 +91,7 @@ class Writer:
             raise failure
 
     def close(self) -> None:
-        """Wait, and let go of the connections to the other ranks."""
+        """Wait for the last save, and destroy the process group."""
         self.wait()
         self._peers.close()
 

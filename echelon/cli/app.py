@@ -1,4 +1,4 @@
-"""The list of commands, in the order in which they are shown."""
+"""The list of commands, in the order in which ``--help`` shows them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-#: Words after the script, and words that another room reads, are not the command's own.
+#: Arguments after the script belong to the script; with _READ_ELSEWHERE, another parser reads the unknown options.
 _SCRIPT_IS_LAST = {"allow_interspersed_args": False}
 _READ_ELSEWHERE = {"ignore_unknown_options": True}
 
@@ -42,7 +42,7 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Hold the options that come before any command."""
+    """Declare the options that come before any command."""
 
 
 app.command(cls=RunCommand, context_settings=_SCRIPT_IS_LAST)(run)
@@ -67,5 +67,5 @@ _command()(version)
 
 @functools.cache
 def run_command() -> Any:
-    """Return ``echelon run`` as click has it."""
+    """Return the click command of ``echelon run``."""
     return typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]

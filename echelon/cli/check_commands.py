@@ -1,4 +1,4 @@
-"""Whether it can be trusted: ``echelon doctor`` looks at machines, ``echelon verify`` at numbers."""
+"""The commands ``echelon doctor``, which checks machines, and ``echelon verify``, which checks numerics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``echelon completion``: commands and options by the Tab key, found without torch and without parsing a line."""
+"""``echelon completion``: shell completion of commands and options, without importing torch or parsing the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.base.errors import UsageError, nearest
 from echelon.cli.option_spelling import dashed
 from echelon.cli.parsing import option_names, valued_options
 
-#: Set by the shell's function: print what the last of the words may become, and do nothing else.
+#: Environment variable set by the shell function: ``echelon`` then only prints completions of the last argument.
 COMPLETE = "_ECHELON_COMPLETE"
 
 _BASH = f"""\
@@ -45,9 +45,9 @@ def completion(
 
 
 def candidates(root: Any, words: list[str]) -> list[str]:
-    """Return what the last of ``words`` may become; none where files are to be named, which shells know better.
+    """Return the completions of the last of ``words``; none where a file is expected, which the shell completes.
 
-    root: the whole command line, as click has it
+    root: the click command of ``echelon``
     """
     command, at = root, 0
     while at < len(words) - 1 and hasattr(command, "commands"):
@@ -69,7 +69,7 @@ def _options(root: Any, command: Any) -> set[str]:
 
 
 def _is_open(root: Any, command: Any, words: list[str]) -> bool:
-    """Return False if a script came before, whose words all others are."""
+    """Return False if a script precedes: the arguments after it belong to the script."""
     if "--" in words:
         return False
     if command.context_settings.get("allow_interspersed_args", True) or command.name == "train":

@@ -1,4 +1,4 @@
-"""The entry point: one line for a mistake, and the exit code."""
+"""The entry point of ``echelon``: prints errors in one line and sets the exit code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from echelon.cli.app import app
 from echelon.cli.completion import COMPLETE, candidates
 from echelon.cli.usage_errors import explain
 
-#: click's UsageError. Newer typers carry a copy of click, older ones depend on it; this names the right one.
+#: click's UsageError. Newer versions of typer contain a copy of click, older ones depend on click; this works for both.
 ParseError: type[Any] = typer.BadParameter.__base__ or Exception
 
 
 def main() -> None:
-    """The entry point: a user's mistake is one line on stderr and exit code 2, never a traceback of ours."""
+    """Run the command line; a usage error prints one line on stderr, without a traceback, and exits with code 2."""
     if os.environ.get(COMPLETE):
         print("\n".join(candidates(typer.main.get_command(app), sys.argv[1:])))
         return

@@ -1,4 +1,4 @@
-"""``echelon export`` and ``echelon fetch-data``: what comes in and goes out as files."""
+"""The commands ``echelon export`` and ``echelon fetch-data``, which write and fetch files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher's options, as ``echelon run`` has them: known in one place, and shared by ``echelon train``."""
+"""The options of ``echelon run`` for ``echelon train``, which passes them to the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 
 @functools.cache
 def launcher_options() -> dict[str, bool]:
-    """Names of its options, with _ for -, and whether each takes a value; ``-m`` is the train command's own affair."""
+    """Return the names of the options of ``echelon run``, with _ for -, and True for those that take a value.
+
+    ``-m`` is not included, because the train command sets it.
+    """
     from echelon.cli.app import run_command
 
     options = [param for param in run_command().params if param.opts[0].startswith("--")]
@@ -22,10 +25,10 @@ def launch_module(
     first: Callable[[], None],
     check: Callable[[int], None],
 ) -> int:
-    """As ``echelon run [options] -m module args``.
+    """Run ``echelon run [options] -m module args`` and return its exit code.
 
-    first: done once all that was asked for is found right
-    check: called with the number of ranks, where it is known and no plan or server decides what each does
+    first: function called after all options are checked, before the launch
+    check: function called with the number of ranks, unless the job is elastic or has a plan or servers
     """
     from echelon.cli import checked_job
     from echelon.cli.app import run_command

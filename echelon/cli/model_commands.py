@@ -1,4 +1,4 @@
-"""``echelon train`` and ``echelon zoo``: models that are there already."""
+"""The commands ``echelon train`` and ``echelon zoo``, for the models of the zoo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ zoo = typer.Typer(cls=EchelonGroup, help="The models and data sets that 'echelon
 
 @zoo.command("list", cls=EchelonCommand)
 def zoo_list(*, as_json: AsJson = False) -> None:
-    """All models and data sets, in a line each."""
+    """List all models and data sets, one line each."""
     from echelon.zoo.zoo_tables import list_zoo
 
     print(list_zoo(as_json))
@@ -36,7 +36,7 @@ def zoo_show(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """One model: parameters, arithmetic, memory, recommended strategy, its own settings. Or one data set."""
+    """Show one model: parameters, arithmetic, memory, recommended strategy, its own settings. Or show one data set."""
     from echelon.zoo.registry import require_name
 
     require_name(name)

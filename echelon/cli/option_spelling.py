@@ -1,11 +1,11 @@
-"""Spellings of options on a command line: underscores, and the names that options had before."""
+"""Normalize the spelling of command-line options: underscores, and former names of options."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-#: By command: the earlier names of options, which work still, and those of today.
+#: command -> {former name of an option, which still works: present name}
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "plan": {"--batch": "--global-batch"},
     "memory": {"--batch": "--batch-size", "--merge": "--gradient-merge", "--save": "--log-dir"},
@@ -18,13 +18,13 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 
 
 def dashed(word: str) -> str:
-    """Return an option as this command line spells it: ``--log_dir=a_b`` is ``--log-dir=a_b``."""
+    """Return an option with dashes for underscores in its name: ``--log_dir=a_b`` is ``--log-dir=a_b``."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def option_places(words: Sequence[str], valued: Collection[str], *, script_is_last: bool) -> Iterator[int]:
-    """Yield the places of options among ``words``; those behind ``--``, or behind a script, are not the command's.
+    """Yield the indices of the command's options in ``words``; options after ``--`` or after a script do not count.
 
     valued: options that take a value, as ``dashed`` spells them
     """
@@ -40,7 +40,7 @@ def option_places(words: Sequence[str], valued: Collection[str], *, script_is_la
 def respell(
     words: Sequence[str], command: str, known: Collection[str], valued: Collection[str], *, script_is_last: bool
 ) -> list[str]:
-    """Return the words with each known option in today's spelling; an earlier name is answered with a line."""
+    """Return the arguments with each known option in its present spelling; print a line for a former name."""
     names, found = RENAMED.get(command, {}), list(words)
     taking = {*valued, *(old for old, new in names.items() if new in valued)}
     for at in option_places(words, taking, script_is_last=script_is_last):

@@ -1,4 +1,4 @@
-"""Options of torchrun, accelerate, deepspeed and fleetrun, and what ``echelon run`` calls the same thing."""
+"""Translate options of torchrun, accelerate, deepspeed and fleetrun to those of ``echelon run``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from echelon.cli.option_spelling import dashed
 
-#: Where torchrun's ranks meet when no port is named.
+#: torchrun's default rendezvous port.
 PORT = "29500"
 
 
@@ -16,10 +16,10 @@ PORT = "29500"
 class ForeignOption:
     """An option of another launcher.
 
-    launcher: the one that has it
-    ours:     the same for ``echelon run``, with {} for the value; "" where there is none
-    instead:  what to do where there is none
-    flag:     True if it takes no value
+    launcher: name of the launcher
+    ours:     equivalent option of ``echelon run``, with {} for the value; "" if there is none
+    instead:  advice if there is no equivalent option
+    flag:     True if the option takes no value
     """
 
     launcher: str
@@ -93,7 +93,7 @@ def is_foreign(name: str) -> bool:
 
 @dataclass
 class Translation:
-    """A command of another launcher, word by word."""
+    """The arguments of another launcher's command, sorted into foreign options, own options and the rest."""
 
     values: dict[str, str] = field(default_factory=dict)
     foreign: list[str] = field(default_factory=list)
@@ -102,10 +102,10 @@ class Translation:
 
 
 def translate(command: str, words: Sequence[str], valued: Collection[str]) -> str:
-    """Return one line that names the foreign options among ``words`` and the command to write in their place.
+    """Return one line that names the foreign options in ``words`` and the command to use instead.
 
-    command: as it is called: ``echelon run``
-    valued:  its own options that take a value
+    command: name of the command: ``echelon run``
+    valued:  options of the command that take a value
     """
     read = _read(words, valued)
     launchers = sorted({FOREIGN[dashed(name)].launcher for name in read.foreign})
@@ -135,7 +135,7 @@ def _read(words: Sequence[str], valued: Collection[str]) -> Translation:
 
 
 def _ours(values: dict[str, str]) -> list[str]:
-    """Return the same in options of ``echelon run``."""
+    """Return the equivalent options of ``echelon run``."""
     left = dict(values)
     words = [*_meeting_place(left), *_processes(left)]
     for name, value in left.items():
@@ -144,7 +144,10 @@ def _ours(values: dict[str, str]) -> list[str]:
 
 
 def _meeting_place(left: dict[str, str]) -> list[str]:
-    """Take address and port out of ``left``; fleetrun's list of hosts begins with the one where all meet."""
+    """Remove address and port from ``left`` and return ``--nnodes`` and ``--master``.
+
+    The first host of fleetrun's list is the master.
+    """
     hosts = [host for host in left.pop("--ips", "").split(",") if host]
     counted = ["--nnodes", str(len(hosts))] if len(hosts) > 1 else []
     address = left.pop("--master-addr", "") or left.pop("--main-process-ip", "") or (hosts[0] if counted else "")
@@ -153,7 +156,10 @@ def _meeting_place(left: dict[str, str]) -> list[str]:
 
 
 def _processes(left: dict[str, str]) -> list[str]:
-    """Take the number of processes out of ``left``: accelerate counts those of all hosts, ``--procs`` those of one."""
+    """Remove the number of processes from ``left`` and return ``--procs``.
+
+    accelerate counts the processes of all hosts, ``--procs`` those of one host.
+    """
     total, hosts = left.pop("--num-processes", ""), left.get("--num-machines", "1")
     if total.isdigit() and hosts.isdigit() and int(hosts) and int(total) % int(hosts) == 0:
         return ["--procs", str(int(total) // int(hosts))]

@@ -1,4 +1,4 @@
-"""Commands as this command line has them: any spelling of an option, whole summaries, help as wide as the terminal."""
+"""Base classes of commands: any spelling of options, complete summaries, and help as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from echelon.cli.option_spelling import respell
 from echelon.cli.timeline_option import with_steps
 
-#: Where a context keeps the words that its command was given: errors show them.
+#: Key of the context under which a command keeps its arguments, for error messages.
 WORDS = "echelon.words"
 
 
@@ -25,7 +25,7 @@ def valued_options(command: Any) -> set[str]:
 
 
 class EchelonCommand(TyperCommand):
-    """A command that takes every spelling of its options."""
+    """A command that accepts every spelling of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = self.reword(args, is_last=not ctx.allow_interspersed_args)
@@ -33,7 +33,10 @@ class EchelonCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
     def reword(self, words: list[str], *, is_last: bool) -> list[str]:
-        """Return the words as click is to read them. is_last: True if all that follows the script is the script's"""
+        """Return the arguments as click should read them.
+
+        is_last: True if all arguments after the script belong to the script
+        """
         return respell(words, str(self.name), option_names(self), valued_options(self), script_is_last=is_last)
 
     def get_short_help_str(self, limit: int = 45) -> str:
@@ -41,7 +44,7 @@ class EchelonCommand(TyperCommand):
 
 
 class RunCommand(EchelonCommand):
-    """``echelon run``, whose ``--timeline`` may stand alone: then the steps after the warm-up are meant."""
+    """The command ``echelon run``, whose ``--timeline`` may have no value, which selects steps after the warm-up."""
 
     def reword(self, words: list[str], *, is_last: bool) -> list[str]:
         valued = valued_options(self)
@@ -64,5 +67,5 @@ class EchelonGroup(TyperGroup):
 
 
 def _summary(command: Any) -> str:
-    """Return the first paragraph of a command's help, whole: click would cut it where a line ends."""
+    """Return the whole first paragraph of a command's help; click would truncate it at the width of a line."""
     return " ".join((command.help or "").split("\n\n")[0].split())

@@ -1,4 +1,4 @@
-"""Before a run: ``echelon explain``, ``plan``, ``memory`` and ``bench``."""
+"""Commands to use before a run: ``echelon explain``, ``plan``, ``memory`` and ``bench``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be refused at once: checked before anything that takes seconds to import."""
+"""Argument checks that run before imports that take seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.base.errors import UsageError
 
 
 def require_model(word: str) -> None:
-    """Refuse a MODEL, ``script.py`` or ``file.py:callable``, whose file is not there, or ``zoo:NAME`` of no model."""
+    """Raise UsageError if the file of ``script.py`` or ``file.py:callable`` is missing, or ``zoo:NAME`` is unknown."""
     if word.startswith("zoo:"):
         from echelon.zoo.registry import require_name
 
@@ -21,13 +21,13 @@ def require_model(word: str) -> None:
 
 
 def require_path(path: str, line: str) -> None:
-    """Refuse a path that is not there, by ``line``; addresses with a scheme are left to who fetches them."""
+    """Raise UsageError with the message ``line`` if the path does not exist; URLs are not checked."""
     if "://" not in path and not Path(path).exists():
         raise UsageError(line)
 
 
 def require_one_of(option: str, value: object, known: Sequence[object]) -> None:
-    """Refuse a value that is given and not among those known."""
+    """Raise UsageError if a value is given and is not one of ``known``."""
     if value is not None and value not in known:
         *most, last = map(str, known)
         raise UsageError(f"{option} {value}: expected {', '.join(most)} or {last}")

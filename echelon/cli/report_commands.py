@@ -1,4 +1,4 @@
-"""What became of a run: ``echelon timeline``, ``report`` and ``watch``."""
+"""Commands that show the records of a run: ``echelon timeline``, ``report`` and ``watch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``echelon run``."""
+"""The command ``echelon run``."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def run(
     if (code := dispatch_to_scheduler(context)) is not None:
         raise typer.Exit(code)
     job = checked_job(**context.params)
-    from echelon.launcher.launch_job import launch  # torch: imported when nothing is left to refuse
+    from echelon.launcher.launch_job import launch  # imports torch: only after all options are checked
 
     raise typer.Exit(launch(job))
 
 
 def checked_job(script: str, args: list[str] | None, planned: str | None, **options: Any) -> Job:
-    """What ``run`` was asked for, checked before anything is done about it."""
+    """Return the Job for the options of ``run``, after checking them."""
     from echelon.launcher.job import check
     from echelon.launcher.ps_roles import check_roles
     from echelon.launcher.schedulers.detect_scheduler import add_scheduler_options

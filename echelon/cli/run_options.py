@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-# ---- what runs ----
+# ---- script and processes ----
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run (or, with -m, the module).")]
 Procs = Annotated[int | None, typer.Option(help="Processes on this host.", show_default="one per visible GPU, or 1")]
@@ -37,7 +37,7 @@ LastCall = Annotated[
 ]
 HostTimeout = Annotated[float, typer.Option(help="Seconds after which a silent host is lost.")]
 
-# ---- what goes wrong ----
+# ---- failures ----
 
 MaxRestarts = Annotated[
     int | None,
@@ -57,7 +57,7 @@ Traceback = Annotated[
     bool, typer.Option("--traceback", help="Show errors with their whole traceback, not in one line.")
 ]
 
-# ---- what is written down ----
+# ---- logs and traces ----
 
 LogDir = Annotated[str, typer.Option(help="Directory for rank-N.log, one file per rank.")]
 Timeline = Annotated[
@@ -78,7 +78,7 @@ State = Annotated[
     str | None, typer.Option(help="Where servers keep their state, to go on from it by the same command.")
 ]
 
-# ---- started elsewhere ----
+# ---- remote hosts and clusters ----
 
 Hosts = Annotated[str | None, typer.Option(help="Start it on these hosts, over ssh: a:8,b:8 (host:processes).")]
 Hostfile = Annotated[str | None, typer.Option(help="A file with a host a line: gpu01 slots=8.")]

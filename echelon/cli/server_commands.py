@@ -1,4 +1,4 @@
-"""``echelon serve``: a parameter server by hand."""
+"""The command ``echelon serve``, which starts a parameter server by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that stand after the script: they go to the script, though the command has options of the same name."""
+"""Report options of the command that are given after the script, where they go to the script."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from echelon.base.errors import UsageError
 from echelon.cli.option_spelling import RENAMED, dashed
 from echelon.cli.parsing import option_names, valued_options
 
-#: Options that every program has: after the script they are the script's.
+#: Options that every program has: after the script they belong to the script.
 _ANYBODY_S = ("--help", "-h")
-#: The option without which a job is really submitted: the script's own must be written after ``--``.
+#: Without this option a job is submitted, so a script's option of this name must be given after ``--``.
 DRY_RUN = "--dry-run"
 
 
 def say_strayed(context: Any) -> None:
-    """Print a line for options of the command that stand after the script and that the script does not declare."""
+    """Print a line for options of the command that come after the script and that the script does not declare."""
     if not (words := strayed_options(context)):
         return
     args = context.params["args"]
-    context.params["args"] = ["--", *args]  # said once: the launchers of other hosts are given the same words
+    context.params["args"] = ["--", *args]  # launchers on other hosts get these arguments and do not repeat the line
     print(f"echelon: {_told(context, words)}", file=sys.stderr, flush=True)
 
 
 def refuse_strayed(context: Any) -> None:
-    """Refuse such options: what is submitted cannot be taken back."""
+    """Raise UsageError for such options, because a submission cannot be undone."""
     if words := strayed_options(context, always=(DRY_RUN,)):
         raise UsageError(_told(context, words))
 
 
 def strayed_options(context: Any, always: Collection[str] = ()) -> list[str]:
-    """Return those options with their values, as they were written.
+    """Return options of the command that come after the script, with their values, as given.
 
-    always: options that count also where the script declares them
+    always: options that are returned even if the script declares them
     """
     script, args = context.params["script"], list(context.params["args"] or [])
     earlier = RENAMED.get(str(context.command.name), {})
@@ -57,7 +57,7 @@ def strayed_options(context: Any, always: Collection[str] = ()) -> list[str]:
 
 
 def declares(source: str, option: str) -> bool:
-    """Return True if a script's text has the option, or a field or argument of its name, as parsers read them."""
+    """Return True if the text of a script contains the option, or a field or argument of its name."""
     name = option.lstrip("-")
     either = "[-_]".join(map(re.escape, name.split("-")))
     if not option.startswith("--"):
@@ -75,7 +75,7 @@ def _told(context: Any, words: Sequence[str]) -> str:
 
 
 def _source(script: str, module: bool) -> str:
-    """Return the script's text; "" where it cannot be read here."""
+    """Return the text of the script; "" if it cannot be read on this host."""
     path: Path | None = Path(script)
     if module:
         path = _module_file(script)

@@ -1,4 +1,4 @@
-"""The words of ``echelon submit slurm`` and ``echelon submit k8s``."""
+"""The commands ``echelon submit slurm`` and ``echelon submit k8s``."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def k8s(
 
 
 def _pods(nnodes: str) -> tuple[int | None, int]:
-    """Return the fewest pods of an elastic job, None for another one, and the most."""
+    """Return the smallest number of pods, which is None if the job is not elastic, and the largest."""
     fewest, colon, most = nnodes.partition(":")
     if not fewest.isdigit() or (colon and not most.isdigit()):
         raise UsageError(f"--nnodes '{nnodes}' is neither a number of hosts (4) nor a range (2:8)")

@@ -1,4 +1,4 @@
-"""``--timeline`` on a command line: with steps behind it, or without."""
+"""Parse ``--timeline`` on a command line, with or without steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ OPTION = "--timeline"
 
 
 def with_steps(words: list[str], valued: set[str]) -> list[str]:
-    """The same words with the steps that a bare ``--timeline`` stands for; the script's own words are left alone.
+    """Return the arguments with the default steps inserted after a bare ``--timeline``; arguments of the script stay.
 
-    valued: the options that take a value
+    valued: options that take a value
     """
     found, at = list(words), 0
     while at < len(found) and found[at].startswith("-") and found[at] != "--":

@@ -1,4 +1,4 @@
-"""The one line for words of a command line that are not understood."""
+"""Format parser errors as one line with a remedy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from echelon.cli.option_spelling import dashed
 from echelon.cli.other_launchers import is_foreign, translate
 from echelon.cli.parsing import WORDS, option_names, valued_options
 
-#: Commands that take a script among their own options.
+#: Commands whose options may come before and after the script.
 WITH_SCRIPTS = ("memory", "plan", "verify")
-#: Commands of other tools, and those that do the same here.
+#: Commands of other tools -> the equivalent commands of echelon.
 ELSEWHERE = {"launch": "run", "test": "doctor", "env": "doctor", "estimate-memory": "memory", "models": "zoo list"}
-#: What the parser says of a value, and the words for what it wanted.
+#: (pattern in the parser's message about a value, description of the expected value)
 _WANTED = (
     (r"greater than or equal to (-?[\d.]+)|x>=(-?[\d.]+)", "{} or more"),
     (r"greater than (-?[\d.]+)|x>(-?[\d.]+)", "more than {}"),
@@ -27,7 +27,7 @@ _WANTED = (
 
 
 def explain(error: Any) -> str:
-    """Return the parser's complaint as one line, with the nearest name for an option or command that does not exist."""
+    """Return the parser's error as one line, with the nearest name for an option or command that does not exist."""
     kind = type(error).__name__
     command: Any = error.ctx.command if error.ctx else None
     if kind == "NoArgsIsHelpError":
@@ -47,12 +47,12 @@ def explain(error: Any) -> str:
 
 
 def _usage(ctx: Any) -> str:
-    """Return ``usage: echelon run [OPTIONS] SCRIPT [ARGS]...``; newer typers put what is required in braces."""
+    """Return ``usage: echelon run [OPTIONS] SCRIPT [ARGS]...``, without the braces that newer versions of typer add."""
     return re.sub(r"\{(\w+)\}", r"\1", _uncapped(" ".join(ctx.get_usage().split())))
 
 
 def nearest_option(name: str, known: Collection[str]) -> str:
-    """Return ``; did you mean '--x'?``, compared without the dashes, which all options share."""
+    """Return ``; did you mean '--x'?``; names are compared without the dashes, which all options share."""
     bare = {each.lstrip("-"): each for each in known if each.startswith("--")}
     close = difflib.get_close_matches(dashed(name).lstrip("-"), bare, n=1, cutoff=0.6)
     if close:
@@ -91,7 +91,7 @@ def _bad_value(error: Any, message: str) -> str:
     name, value = _given(names, error.ctx.meta.get(WORDS, ()) if error.ctx else ())
     if name is None:
         return _uncapped(message)
-    if name in ("--servers", "--workers") and ":" in value:  # fleetrun's
+    if name in ("--servers", "--workers") and ":" in value:  # the syntax of fleetrun
         return f"{name} {value}: expected a number; endpoints are named by --pservers HOST:PORT,... and --trainers N"
     for pattern, wanted in _WANTED:
         if found := re.search(pattern, message.partition(":")[2]):
@@ -101,7 +101,7 @@ def _bad_value(error: Any, message: str) -> str:
 
 
 def _given(names: Collection[str], words: Collection[str]) -> tuple[str | None, str]:
-    """Return which of these options was written, and its value."""
+    """Return the one of these options that was given, and its value."""
     listed = list(words)
     for at, word in enumerate(listed):
         name, equals, value = dashed(word).partition("=")

@@ -1,4 +1,4 @@
-"""``echelon version`` and ``echelon --version``."""
+"""The command ``echelon version`` and the option ``echelon --version``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def version() -> None:
 
 
 def version_line() -> str:
-    """Return the versions in a line, torch's as it is installed: nothing is imported for it."""
+    """Return the versions in one line; the version of torch is read without importing torch."""
     try:
         torch = f"torch {version_of('torch')}"
     except PackageNotFoundError:
@@ -26,7 +26,7 @@ def version_line() -> str:
 
 
 def show_version(asked: bool) -> None:
-    """Print the versions, and end, where ``--version`` was given."""
+    """Print the versions and exit if ``--version`` was given."""
     if asked:
         version()
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""Data on its way to a rank: download, shares, order, uneven ends, padding and buckets, cache, prefetch, resume."""
+"""Data loading: download, sharding over ranks, order, uneven ends, padding and buckets, cache, prefetch, resume."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ __all__ = [
     "pad_collate",
 ]
 
-#: brought in when asked for: most jobs have their data, and sequences of one length
+#: Imported on first use: most jobs have their data already, and sequences of one length.
 LATER = {"Downloader": "echelon.data.download", "pack_collate": "echelon.data.packing"}
 
 

@@ -1,4 +1,4 @@
-"""Data that makes whole batches by itself: in memory, and quick when many samples are made at once."""
+"""In-memory data sets that make whole batches themselves, because making many samples at once is faster."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from echelon.data.seeding import SeedPurpose, Seeds, chain_each, mix
 
 @runtime_checkable
 class BatchedDataset(Protocol):
-    """Also indexed sample by sample, for those who want it so."""
+    """A data set that can also be indexed sample by sample."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
 
     def batch(self, indices: Indices, seeds: Seeds) -> Any:
-        """These samples as one batch. What is random in a sample comes from its seed alone, which is of the loader's
-        seed, the epoch and the sample's place in it: so it is the same for any number of ranks."""
+        """Return these samples as one batch.
+
+        All randomness of a sample must come from its seed. The seed depends on the loader's seed, the epoch and the
+        sample's position in it only: so it is the same for any number of ranks.
+        """
 
 
 class BatchedSource(MapSource):
-    """One call for a batch. There is no seeding of global generators, and no collating."""
+    """Calls ``batch`` once per batch, without seeding of global generators and without collating."""
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         super().__init__(dataset, len(dataset), options)
@@ -41,14 +44,16 @@ class BatchedSource(MapSource):
 
 
 def makes_batches(dataset: Any, options: LoaderOptions) -> bool:
-    """Not where single samples are asked for."""
+    """Return True if the data set makes batches itself and no option needs single samples."""
     by_sample = options.collate is not None or options.lengths is not None or options.cache or options.pack
     return is_batched(_inner(dataset)) and not by_sample
 
 
 def is_batched(dataset: Any) -> bool:
-    """Return True if it has ``batch(indices, seeds)``. Hugging Face's ``Dataset.batch`` takes a batch size: a method is
-    told by the number of arguments that it must be given."""
+    """Return True if it has ``batch(indices, seeds)``.
+
+    Hugging Face's ``Dataset.batch`` takes a batch size, so the number of required arguments decides.
+    """
     if not isinstance(dataset, BatchedDataset):
         return False
     try:

@@ -1,7 +1,7 @@
-"""Data that is read a block of rows at a time and comes as columns: batches are cut from it, no sample is touched.
+"""Reads data in blocks of rows as columns, and cuts batches from the columns without touching single samples.
 
-The number of rows in each block is known before any is read. So the ranks share out the rows of an epoch without asking
-each other, all know when it ends, and going on after a stop begins at the right block.
+The number of rows in each block is known before any is read. So the ranks divide the rows of an epoch without
+communication, all know when it ends, and resuming starts at the right block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.data.loader_options import LoaderOptions
 from echelon.data.order import Indices, block
 from echelon.data.seeding import SeedPurpose, numpy_stream
 
-#: blocks whose rows are mixed with each other when the data is shuffled
+#: Number of consecutive blocks whose rows are mixed with each other when the data is shuffled.
 MIXED = 4
 
 
@@ -32,18 +32,18 @@ class ColumnBlock(NamedTuple):
     """The rows of one block as columns of equal length."""
 
     columns: list[torch.Tensor]
-    #: which rows hold anything; None where all do
+    #: mask of the rows that are valid; None if all are
     whole: NDArray[np.bool_] | None = None
 
 
 class BlockReader(Protocol):
-    """One pass over the data."""
+    """Reads blocks in one pass over the data."""
 
     def fetch(self, number: int) -> Any:
-        """A block as it lies in the file. Called by one thread, in the order of the pass."""
+        """Return a block as stored in the file. One thread calls it, in the order of the pass."""
 
     def columns(self, fetched: Any) -> ColumnBlock:
-        """What ``fetch`` gave, as columns. Called by any thread."""
+        """Convert the result of ``fetch`` to columns. Any thread may call it."""
 
 
 class BlockData(Protocol):
@@ -51,7 +51,7 @@ class BlockData(Protocol):
 
     #: rows of each block
     block_rows: Sequence[int]
-    #: blocks that are read in this order, one after the other, for what is compressed cannot be entered in the middle
+    #: sequences of blocks that must be read in order, because compressed data has no random access
     runs: Sequence[range]
 
     def reader(self) -> BlockReader: ...
@@ -70,7 +70,7 @@ def is_blocked(dataset: Any) -> bool:
 
 
 class Window:
-    """The rows of a few blocks in the order in which they are given out."""
+    """The rows of a few blocks in the order in which batches take them."""
 
     def __init__(self, blocks: list[ColumnBlock], order: Indices | None) -> None:
         self._columns = [
@@ -85,14 +85,14 @@ class Window:
         self.rows = len(self._columns[0])
 
     def take(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The rows at these places, without those that hold nothing."""
+        """Return the valid rows at positions ``start`` to ``stop``."""
         if self._order is None and self._whole is None:
             return [column[start:stop] for column in self._columns]
         rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
         return self._select(rows if self._whole is None else rows[self._whole[rows]])
 
     def again(self, count: int, *seed: int) -> list[torch.Tensor]:
-        """``count`` rows drawn at random."""
+        """Return ``count`` rows drawn at random."""
         rows = np.arange(self.rows) if self._whole is None else np.flatnonzero(self._whole)
         if not len(rows):
             raise DataError(f"none of {self.rows} rows in a row can be read, so there is none to pad a batch with")
@@ -104,7 +104,7 @@ class Window:
 
 
 class RankEpochRows:
-    """One rank's rows of one epoch: parts of blocks in order, a few of them at a time forming a window."""
+    """One rank's rows of one epoch: slices of blocks in order, grouped into windows of ``mixed`` slices."""
 
     def __init__(self, parts: list[BlockSlice], mixed: int) -> None:
         self.windows = [parts[at : at + mixed] for at in range(0, len(parts), mixed)]
@@ -113,12 +113,12 @@ class RankEpochRows:
         self.rows = self.starts[-1]
 
     def window_of(self, row: int) -> int:
-        """The window in which a row lies; the last one for a row beyond the end."""
+        """Return the index of the window that has a row; the last one for a row beyond the end."""
         return min(bisect_right(self.starts, row), len(self.windows)) - 1
 
 
 class BlockSource:
-    """Hands out batches as they are cut from the blocks; one thread fetches ahead and others make columns."""
+    """Yields batches that are cut from the blocks; one thread fetches ahead and other threads make columns."""
 
     def __init__(self, dataset: BlockData, options: LoaderOptions) -> None:
         _refuse_what_needs_samples(options)
@@ -130,7 +130,7 @@ class BlockSource:
             raise DataError(problem)
 
     def requests(self, cursor: Cursor) -> Iterator[RankBatch]:
-        """The pieces themselves. Left early, the generator is closed, and its threads end."""
+        """Yield the batches themselves. Closing the generator early ends its threads."""
         left = self._rows - cursor.samples
         if left <= 0:
             return
@@ -150,7 +150,7 @@ class BlockSource:
                     row = end
                 taken = min(left, self._options.global_batch)
                 piece = self._piece(parts, own, taken, window, cursor.epoch)
-                if piece.share or self._options.world_size > 1:  # alone, there is nobody to keep step with
+                if piece.share or self._options.world_size > 1:  # a single rank need not yield empty batches
                     yield piece
                 left -= taken
         finally:
@@ -161,7 +161,7 @@ class BlockSource:
 
     def _piece(self, parts: list[list[torch.Tensor]], own: int, taken: int, window: Window, epoch: int) -> RankBatch:
         options = self._options
-        most = -(-taken // options.world_size)  # rows of the fullest rank
+        most = -(-taken // options.world_size)  # rows of the rank with the most rows
         if own < most and options.uneven == "pad":
             parts.append(window.again(most - own, options.seed, SeedPurpose.PAD, epoch, options.rank))
         batch = [torch.cat(column) if len(column) > 1 else column[0] for column in zip(*parts, strict=True)]
@@ -169,7 +169,7 @@ class BlockSource:
             return RankBatch(batch, len(batch[0]), taken)
         if own == options.batch_size:
             raise DataError(f"{own} rows in a row, a whole batch, cannot be read; mend the data")
-        # nothing left here: a stand-in that counts for nothing
+        # this rank has no rows left: a stand-in batch of weight 0
         stand_in = window.again(
             min(window.rows, options.batch_size), options.seed, SeedPurpose.PAD, epoch, options.rank
         )
@@ -190,7 +190,7 @@ class BlockSource:
         return RankEpochRows(parts, MIXED if self._options.shuffle else 1)
 
     def _windows(self, section: RankEpochRows, epoch: int, first: int) -> Generator[tuple[int, Window]]:
-        """The windows from ``first`` on, each with the place of its first row."""
+        """Yield the windows from ``first`` on, each with the index of its first row."""
         reader, options = self._dataset.reader(), self._options
         parts = [part for window in section.windows[first:] for part in window]
         threads = max(1, options.workers)
@@ -212,7 +212,7 @@ class BlockSource:
 def _read_ahead(
     reader: BlockReader, parts: Sequence[BlockSlice], *, threads: int, depth: int
 ) -> Generator[ColumnBlock]:
-    """The blocks' parts in order, up to ``depth`` of them under way or waiting."""
+    """Yield the slices of blocks in order; up to ``depth`` of them are in progress or waiting."""
     fetching = ThreadPoolExecutor(1, "echelon-fetch")
     making = ThreadPoolExecutor(threads, "echelon-columns")
 

@@ -1,7 +1,7 @@
-"""Samples kept in memory once they were read.
+"""Caches samples in memory after the first read.
 
-What is kept is frozen, random augmentation included; so the randomness of a kept sample comes from the sample alone
-and not from the epoch in which it happened to be read first.
+A cached sample is fixed, including random augmentation; so its randomness depends on the sample alone and not on the
+epoch in which it was read first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CachedItems:
 
 
 class CachedStream:
-    """A stream that is read to its end once, and from memory after that."""
+    """A stream that is read to its end once, and served from memory afterwards."""
 
     def __init__(self, begin: Callable[[], Iterable[Any]]) -> None:
         self._begin = begin

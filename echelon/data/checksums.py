@@ -1,4 +1,4 @@
-"""Checksums of batches and samples, by which ranks see that they were given the same, or others."""
+"""Checksums of batches and samples, by which ranks compare their data."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_leaves
 
-#: Rows that are looked at, numbers of each, and entries of a sample that is no tensor.
+#: Numbers of rows, of values per row, and of leaves per sample that a checksum covers.
 ROWS, NUMBERS, ENTRIES = 64, 1024, 256
 
 
 def columns_checksum(columns: Sequence[Tensor | np.ndarray[Any, Any]]) -> int | None:
-    """Return a checksum of some rows of tensors and arrays; None where they hold objects."""
+    """Return a checksum of some rows of tensors and arrays; None if an array holds objects."""
     found = 0
     for column in columns:
         if isinstance(column, np.ndarray) and column.dtype.hasobject:
@@ -30,7 +30,7 @@ def columns_checksum(columns: Sequence[Tensor | np.ndarray[Any, Any]]) -> int | 
 
 
 def batch_checksum(batch: Any) -> int | None:
-    """Return a checksum of a batch's tensors; None where it has none, or none that can be read like this."""
+    """Return a checksum of a batch's tensors; None if it has none, or if they cannot be read."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel()]
     try:
         return columns_checksum([leaf if leaf.dim() else leaf.view(1) for leaf in tensors]) if tensors else None
@@ -39,7 +39,7 @@ def batch_checksum(batch: Any) -> int | None:
 
 
 def samples_checksum(samples: Sequence[Any]) -> int | None:
-    """Return a checksum of samples: tensors, arrays, numbers and text in them. None where these cannot be read."""
+    """Return a checksum of the tensors, arrays, numbers and text in samples; None if these cannot be read."""
     found = 0
     try:
         for leaf in (leaf for sample in samples[:ROWS] for leaf in islice(tree_iter(sample), ENTRIES)):

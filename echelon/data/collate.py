@@ -1,4 +1,4 @@
-"""Samples into one batch, and which sample was to blame when that fails."""
+"""``BatchCollator``: collates samples into a batch, and names the sample that fails."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from echelon.data.seeding import seed_all
 
 
 class BatchCollator:
-    """The user's own collate function, seeded; or one of ours or torch's, with errors that name the sample."""
+    """The user's collate function, seeded; or Echelon's or torch's own, with errors that name the sample."""
 
-    #: told of the samples of a batch before they are put together, where that is more than to stack them
+    #: called with the samples of a batch before they are collated, unless torch's default collates them
     overheard: ClassVar[Callable[[list[Any]], None] | None] = None
 
     def __init__(self, options: LoaderOptions, dataset: Any = None) -> None:
@@ -29,7 +29,7 @@ class BatchCollator:
         if BatchCollator.overheard is not None and self._into_batch is not default_collate:
             BatchCollator.overheard(samples)
         if not self.is_ours:
-            seed_all(seed)  # masking words at random belongs here, and must come out the same after a resume
+            seed_all(seed)  # random masking happens here, and must be the same after a resume
             return self._into_batch(samples)
         try:
             return self._into_batch(samples)

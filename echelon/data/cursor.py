@@ -1,4 +1,4 @@
-"""How far a loader has come, in a form that outlives the process."""
+"""``Cursor``: a loader's position, and its conversion to and from checkpoint state."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from echelon.base.errors import DataError
 
 @dataclass
 class Cursor:
-    """A place in the global order of the data."""
+    """A position in the global order of the data."""
 
-    #: the global batch for which the order of this epoch was made; it shapes buckets only
+    #: the global batch size for which the order of this epoch was made; it matters for buckets only
     cut: int
     epoch: int = 0
-    #: batches handed out in this epoch
+    #: batches yielded in this epoch
     position: int = 0
-    #: samples of this epoch's global order that all ranks together have been given
+    #: samples of this epoch's global order that all ranks together have used
     samples: int = 0
 
     def advance(self, samples: int) -> None:
@@ -30,7 +30,10 @@ class Cursor:
 
 
 def to_state(cursor: Cursor, order: Mapping[str, Any]) -> dict[str, Any]:
-    """``order`` is what the epoch's order depends on; a state goes on only where it is the same."""
+    """Return the state for a checkpoint.
+
+    order:  facts on which the epoch's order depends; a state can be loaded in mid-epoch only with equal facts
+    """
     return {
         "epoch": cursor.epoch,
         "position": cursor.position,

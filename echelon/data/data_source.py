@@ -1,4 +1,4 @@
-"""What a loader needs of any kind of data: what to ask for next, and the answer to one such request.
+"""The interface of data sources: they yield requests for batches, and answer each request.
 
 Requests are made in the main process, in order. They are answered there or in a worker process, so a request carries
 everything its answer depends on.
@@ -16,41 +16,41 @@ from echelon.data.cursor import Cursor
 
 
 class RankBatch(NamedTuple):
-    """One rank's part of one step. A tuple, so that torch's pinning thread walks into it."""
+    """One rank's part of one step. It is a tuple, so that torch's pinning thread pins the tensors in it."""
 
     batch: Any
-    #: how many samples of it count: 0 for a stand-in
+    #: samples in it that count: 0 for a stand-in batch
     share: int
-    #: samples of the global order that this step uses up, over all ranks
+    #: samples of the global order that this step uses, over all ranks
     taken: int
-    #: sequence elements in it, and the room they take when padded
+    #: sequence elements in it, and the number of elements after padding
     real: int = 0
     room: int = 0
-    #: that reading it took, in the process that did
+    #: seconds that reading it took, in the process that read it
     seconds: float = 0.0
-    #: checksum of the samples that all ranks read of a stream, for the first step of an epoch
+    #: checksum of the samples that all ranks read from a stream, in the first step of an epoch
     mark: int | None = None
 
 
 class DataSource(Protocol):
-    """One data set, as one rank reads it."""
+    """One data set, as read by one rank."""
 
-    #: samples in the whole data set; None where only reading tells
+    #: samples in the whole data set; None if it is known only after reading
     size: int | None
 
     def requests(self, cursor: Cursor) -> Iterator[Any]:
-        """What to fetch, from ``cursor`` to the end of its epoch (without end where the end is unknown)."""
+        """Yield requests from ``cursor`` to the end of its epoch (without end if the end is unknown)."""
 
     def fetch(self, request: Any) -> Any:
-        """The ``RankBatch`` for one request; None after the end."""
+        """Return the ``RankBatch`` for one request; None after the end."""
 
 
 class UnknownLengthError(DataError, TypeError):
-    """Nobody knows how long it is. A TypeError too, since ``list(loader)`` asks and forgives only that."""
+    """The length of a loader is unknown. It is a TypeError too, because ``list(loader)`` ignores only that."""
 
 
 def seen_lengths(lengths: Sequence[int]) -> tuple[int, int]:
-    """Elements there are, and elements there will be once all are padded to the longest."""
+    """Return the number of elements, and the number after padding all sequences to the longest."""
     return sum(lengths), len(lengths) * max(lengths, default=0)
 
 
@@ -59,7 +59,7 @@ def kind_name(dataset: Any) -> str:
 
 
 def too_few(found: int, uneven: str, world_size: int, global_batch: int) -> str:
-    """Why ``found`` samples are not enough; empty when they are."""
+    """Return why ``found`` samples are not enough; empty if they are."""
     if found == 0:
         return "the data set is empty; check its path or filter"
     if found < world_size:
@@ -79,7 +79,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def lengths_function(lengths: Any) -> Callable[[Any], int] | None:
-    """The lengths of samples that are known only once they are read."""
+    """Return ``lengths`` if it is a function of a sample, or None; raise for a list: a stream has no indices."""
     if lengths is not None and not callable(lengths):
         raise DataError(
             "lengths= is a list, but the samples of a stream have no numbers to look up in it; "

@@ -1,4 +1,4 @@
-"""Data in many files, too large for every rank to read: each rank reads its own files only."""
+"""``FileList``: data in many files, too large for every rank to read; each rank reads its own files only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.data.seeding import SeedPurpose, numpy_stream
 
 
 class FileList:
-    """Files, dealt out to the ranks anew in every epoch; ``read(path)`` gives the samples of one.
+    """Files that are divided among the ranks anew in every epoch; ``read(path)`` returns the samples of one file.
 
     ``paths`` is a list of paths or a pattern such as ``"data/**/*.jsonl"``.
     """
@@ -32,12 +32,12 @@ class FileList:
         return f"FileList({len(self.paths)} files)"
 
     def arranged(self, seed: int, epoch: int) -> FileList:
-        """The same files in the shuffled order of ``epoch``."""
+        """Return the same files in the shuffled order of ``epoch``."""
         order = numpy_stream(seed, SeedPurpose.FILES, epoch).permutation(len(self.paths))
         return FileList([self.paths[at] for at in order], self.read)
 
     def shard(self, index: int, count: int) -> Iterator[Any]:
-        """The samples of every ``count``-th file from ``index`` on."""
+        """Yield the samples of every ``count``-th file from ``index`` on."""
         for path in self.paths[index::count]:
             try:
                 yield from self.read(path)

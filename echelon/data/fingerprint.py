@@ -1,4 +1,4 @@
-"""What a data set looks like from afar: enough to tell that two ranks were given different ones."""
+"""``DatasetFingerprint``: a small fingerprint of a data set, to detect that ranks were given different ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from echelon.data.hugging_face import checksum
 from echelon.data.map_source import columns_of
 from echelon.data.repeated import Repeated
 
-#: Entries of a list of indices that are looked at.
+#: Number of indices of a subset that the fingerprint covers.
 INDICES = 1_000_000
 
 
 class DatasetFingerprint(NamedTuple):
-    """``contents``: a checksum of some of them; None where to read them is not for us, who would run somebody's code
-    ``order``:    a checksum of the first indices that a sampler has drawn; None without one
-    ``read``:     a checksum of the first samples that were read of a stream; None where it is none
+    """Size and checksums of a data set.
+
+    contents:  checksum of some of the data; None if reading it would run user code
+    order:     checksum of the first indices that a sampler has drawn; None without a sampler
+    read:      checksum of the first samples that were read from a stream; None if it is not a stream
     """
 
     size: int
@@ -32,7 +34,7 @@ class DatasetFingerprint(NamedTuple):
 def dataset_fingerprint(dataset: Any, size: int) -> DatasetFingerprint:
     try:
         return DatasetFingerprint(size, _contents(dataset))
-    except Exception:  # tensors and indices of a kind that cannot be read like this: training may do well with them
+    except Exception:  # data that cannot be read like this may still be fine for training
         return DatasetFingerprint(size, None)
 
 
@@ -41,7 +43,7 @@ def _contents(dataset: Any) -> int | None:
         return columns_checksum(columns)
     if type(dataset) is Repeated:
         return _contents(dataset.dataset)
-    if type(dataset) is Subset:  # as random_split() makes them
+    if type(dataset) is Subset:  # made by random_split(), for example
         chosen = np.asarray(dataset.indices[:INDICES], dtype=np.int64).tobytes()
         return zlib.crc32(chosen, _contents(dataset.dataset) or 0)
     return checksum(dataset)

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: told by their classes, without importing the library."""
+"""Support for data sets of Hugging Face, which are recognized without importing the library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import Subset, default_collate
 from echelon.base.errors import DataError
 from echelon.data.repeated import Repeated, RepeatedStream
 
-#: rows of which ranks compare a checksum
+#: Number of rows in the checksum that ranks compare.
 COMPARED = 16
 
 
@@ -23,7 +23,7 @@ def is_table(dataset: Any) -> bool:
 
 
 def has_columns(dataset: Any) -> bool:
-    """Return True if the samples are rows of Hugging Face's, of a part of a table too."""
+    """Return True if the samples are rows of a Hugging Face data set, or of a subset of one."""
     while type(dataset) in (Subset, Repeated, RepeatedStream):
         dataset = dataset.dataset
     return is_table(dataset) or is_table_stream(dataset)
@@ -35,7 +35,7 @@ def is_table_stream(dataset: Any) -> bool:
 
 
 def reads_rows_at_once(dataset: Any) -> bool:
-    """Return True if ``__getitems__`` reads many rows at once and runs no code of the user.
+    """Return True if ``__getitems__`` reads many rows at once without running user code.
 
     A transform (``set_transform``) may draw random numbers, and would draw them for all rows together.
     """
@@ -44,7 +44,7 @@ def reads_rows_at_once(dataset: Any) -> bool:
 
 
 def refuse_whole(dataset: Any, world_size: int) -> None:
-    """Raise for what holds several data sets, and for a stream that was split by rank already."""
+    """Raise for a dict of data sets, and for a stream that is already split by rank."""
     if _is_one_of(dataset, "DatasetDict", "IterableDatasetDict"):
         names = ", ".join(map(repr, dataset))
         raise DataError(
@@ -58,9 +58,9 @@ def refuse_whole(dataset: Any, world_size: int) -> None:
 
 
 def column_collate(samples: list[Any]) -> Any:
-    """Make a batch of rows; a column of lists of numbers becomes a tensor, as it does with ``with_format("torch")``.
+    """Collate rows; a column of lists of numbers becomes one tensor, as it does with ``with_format("torch")``.
 
-    torch's ``default_collate`` would make a list of it, with a tensor for each place in the row.
+    torch's ``default_collate`` would make a list with one tensor per position of the row.
     """
     first = samples[0]
     if not isinstance(first, Mapping):
@@ -69,7 +69,7 @@ def column_collate(samples: list[Any]) -> Any:
 
 
 def checksum(dataset: Any) -> int | None:
-    """Return a checksum of a few rows as they are stored; None for what is no such table."""
+    """Return a checksum of a few rows as stored; None for other data sets."""
     if not is_table(dataset):
         return None
     rows = sorted({round(at * (len(dataset) - 1) / (COMPARED - 1)) for at in range(COMPARED)})

@@ -1,4 +1,4 @@
-"""Batches for one rank: ``for batch in loader``."""
+"""``Loader``: yields the batches of one rank, with ``for batch in loader``."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from echelon.distributed.activity import activity
 class Loader:
     """This rank's share of a data set, epoch after epoch.
 
-    ``batch_size`` is for each rank. Step by step, all ranks together see the samples that one rank with the global
-    batch would see; see docs/data.md for what happens at the ragged end of an epoch (``uneven``). ``shares`` deals a
-    global batch out unevenly, for ranks of different speed; ``batch_size`` is then their average.
+    ``batch_size`` is per rank. In every step, ranks together see the samples that one rank with the global batch would
+    see; see docs/data.md for the incomplete last batch of an epoch (``uneven``). ``shares`` divides a global batch
+    unevenly, for ranks of different speed; ``batch_size`` is then their average.
 
     ``sampler`` draws the global order of every epoch, in place of ``shuffle``. ``batch_sampler`` draws it in global
-    batches, which are dealt out to ranks; then there is no ``batch_size``. Both must draw alike on every rank.
-    ``worker_init_fn`` is called in each worker process, with its number.
+    batches, which are divided among ranks; then there is no ``batch_size``. Both must draw the same on every rank.
+    ``worker_init_fn`` is called in each worker process, with its index.
 
-    ``pack`` lays sequences of different length one after another, without padding, as ``echelon.nn.Packed``; a number
-    says what the tokens of a batch are filled up to a multiple of.
+    ``pack`` concatenates sequences of different length, without padding, as ``echelon.nn.Packed``; with a number, the
+    tokens of a batch are padded to a multiple of it.
 
-    Where the number of ranks has changed since training began: ``total`` is the global batch, which the ranks need not
-    divide; the end of an epoch is padded to a ``multiple``; and ``on_change`` is told where an epoch begins anew, since
-    its data is dealt out by the number of ranks. Without it that is an error.
+    If the number of ranks has changed since training began: ``total`` is the global batch, perhaps not divisible by
+    the ranks; the end of an epoch is padded to a ``multiple``; and ``on_change`` is called if an epoch restarts because
+    its data is divided by the number of ranks. Without ``on_change`` that is an error.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Loader:
         self._mark: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch: what is left of it after ``load_state_dict``, else all of it.
+        """Yield the batches of one epoch: the rest of it after ``load_state_dict``, else all of it.
 
-        An epoch that was left in the middle (``break``) counts as done; the next loop begins the next one.
+        An epoch that was left early (``break``) counts as done; the next loop begins the next epoch.
         """
         if self._cursor.position and not self._continues:
             self._next_epoch()
@@ -153,7 +153,7 @@ class Loader:
         self._next_epoch()
 
     def likeness(self) -> DatasetFingerprint | None:
-        """What tells the data set from another; None where it is not dealt out, or ranks read parts of their own."""
+        """Return the data set's fingerprint; None with one rank, or if ranks read different parts of the data."""
         size = self._source.size
         if self._options.world_size == 1 or reads_apart(self.dataset):
             return None
@@ -165,7 +165,7 @@ class Loader:
         return found if self._sampling is None else found._replace(order=self._sampling.mark)
 
     def __len__(self) -> int:
-        """Steps in a full epoch."""
+        """Return the number of steps in a full epoch."""
         steps = self._steps_of_epoch()
         if steps is None:
             sampling = self._sampling
@@ -187,7 +187,7 @@ class Loader:
         return self._source.sampling if isinstance(self._source, MapSource) else None
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that remain until ``count`` are done, each with a loop over the loader inside.
+        """Yield the remaining epochs until ``count`` are done; each runs a loop over the loader inside.
 
         An epoch whose inner loop was left early, or not run at all, counts as done.
         """
@@ -196,45 +196,45 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Epochs done so far, which is the number of the one at hand."""
+        """The number of epochs done so far, which is the index of the current one."""
         return self._cursor.epoch
 
     @property
     def position(self) -> int:
-        """Batches handed out in this epoch, the one just handed out included."""
+        """The number of batches yielded in this epoch, including the current one."""
         return self._cursor.position
 
     @property
     def total_steps(self) -> int | None:
-        """Steps in all the epochs that ``epochs()`` was asked for; ``None`` where that is not known."""
+        """The number of steps in all epochs of ``epochs()``; ``None`` if it is unknown."""
         steps = self._steps_of_epoch()
         return None if self._wanted_epochs is None or steps is None else self._wanted_epochs * steps
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch of one rank."""
+        """The number of samples in a batch of one rank."""
         return self._options.batch_size
 
     @property
     def global_batch(self) -> int:
-        """Samples in a step of all ranks together."""
+        """The number of samples in a step of all ranks together."""
         return self._options.global_batch
 
     @property
     def padding_waste(self) -> float:
-        """Part of the padded sequences' elements that were padding, on this rank so far; 0 without ``lengths``."""
+        """The fraction of padding in the padded sequences of this rank so far; 0 without ``lengths``."""
         return 1 - self._real / self._room if self._room else 0.0
 
     @property
     def workers(self) -> int:
-        """Processes that read ahead (threads, where data is read in blocks); 0: it is read when it is asked for."""
+        """The number of processes (threads, for data in blocks) that read ahead; 0: batches are read on demand."""
         return self._options.workers
 
     @property
     def possible_rate(self) -> float | None:
-        """Samples a second that could be read for this rank, from the time that reading those so far has taken.
+        """The samples per second that could be read for this rank, from the reading time of the samples so far.
 
-        None where that is not known: before the first batch, and for data that threads read in blocks.
+        It is None before the first batch, and for data that threads read in blocks.
         """
         if not self._work or isinstance(self._source, BlockSource):
             return None
@@ -242,7 +242,7 @@ class Loader:
 
     @property
     def collate(self) -> BatchCollator:
-        """Return what puts samples into one batch as this loader does."""
+        """The collator that makes batches as this loader does."""
         return BatchCollator(self._options, self.dataset)
 
     def stop_workers(self) -> None:
@@ -250,11 +250,11 @@ class Loader:
         self._fetching.stop_workers()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: plain numbers, ready for JSON."""
+        """Return the loader's position as plain numbers, ready for JSON."""
         return to_state(self._cursor, self._order_facts())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with this or another number of ranks or batch size."""
+        """Continue from a saved position, with the same or another number of ranks or batch size."""
         order = self._order_facts()
         then, now = state.get("order", {}).get("world_size"), order.get("world_size")
         if self._on_change is not None and then != now and state.get("samples"):
@@ -275,7 +275,7 @@ class Loader:
                 self._next_epoch()
 
     def _order_facts(self) -> dict[str, Any]:
-        """What decides which samples lie behind a position. An epoch can be continued only with the same."""
+        """Return the facts that decide which samples follow a position. They must be equal to continue an epoch."""
         options = self._options
         facts: dict[str, Any] = {"seed": options.seed, "shuffle": options.shuffle}
         if isinstance(self._source, MapSource | BlockSource):
@@ -292,7 +292,7 @@ class Loader:
         return facts
 
     def _pieces(self) -> Iterator[RankBatch]:
-        # requests run ahead of the batches handed out, so they start from a copy of where we stand
+        # requests run ahead of the yielded batches, so they start from a copy of the cursor
         pieces = self._fetching.answers(self._source.requests(replace(self._cursor)))
         if self._agreement is not None:
             pieces = self._agreement.pieces(pieces, from_start=self._cursor.samples == 0)
@@ -314,7 +314,7 @@ class Loader:
 
 
 def _one_ahead(pieces: Iterator[RankBatch], show: Callable[[Any], None]) -> Iterator[RankBatch]:
-    """The same pieces; each is shown before the one that comes before it is handed out."""
+    """Yield the same batches, but call ``show`` with each one before the previous one is yielded."""
     last = next(pieces, None)
     if last is None:
         return
@@ -325,10 +325,10 @@ def _one_ahead(pieces: Iterator[RankBatch], show: Callable[[Any], None]) -> Iter
     yield last
 
 
-#: filled in by the engine
+#: Options that the engine sets.
 INNER = ("device", "group", "on_share", "on_change", "ahead", "total", "multiple")
 OPTIONS = tuple(name for name in Loader.__init__.__annotations__ if name not in ("unknown", "return", *INNER))
-#: torch's names, and where they lead
+#: Names of torch's options, and the text that leads to Echelon's.
 TORCHS = {
     **{theirs: f"; it is called {ours}= here" for theirs, ours in RENAMED.items()},
     **dict.fromkeys(CARED_FOR, "; leave it out, this is taken care of"),
@@ -358,7 +358,7 @@ def _draw_from(source: DataSource, sampling: EpochSampler, dataset: Any) -> None
 
 
 def open_source(dataset: Any, options: LoaderOptions) -> DataSource:
-    """The way to read ``dataset``, from what it is."""
+    """Return the source that reads ``dataset``, according to its type."""
     if isinstance(dataset, DataLoader):
         raise UsageError(
             "a torch DataLoader was passed as the data set; pass it to engine.loader(), or pass its .dataset and set "
@@ -397,7 +397,7 @@ def open_source(dataset: Any, options: LoaderOptions) -> DataSource:
 
 
 def reads_apart(dataset: Any) -> bool:
-    """Whether each rank reads a part of its own, and not its share of one global order."""
+    """Return True if each rank reads its own part of the data, and not its share of one global order."""
     mapped = not is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return is_blocked(dataset) or (is_sharded(dataset) and not mapped and not columns_of(dataset))
 

@@ -1,4 +1,4 @@
-"""What was asked of a loader, checked once, and read by every part of it."""
+"""``LoaderOptions``: the options of a loader, validated once."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class LoaderOptions:
         return self.total or self.batch_size * self.world_size
 
     def steps(self, samples: int) -> int:
-        """Return how many steps an epoch of so many samples has."""
+        """Return the number of steps in an epoch of ``samples``."""
         whole, rest = divmod(samples, self.global_batch)
         return whole + (rest > 0 and self.uneven != "drop")
 
     def missing(self, count: int) -> int:
-        """How many samples fill up the ragged end of an epoch, which has ``count``."""
+        """Return the number of samples that fill up the last batch of an epoch, which has ``count``."""
         return -count % (self.multiple or self.world_size)
 
     def own(self, count: int) -> slice:
-        """This rank's share of a global batch of ``count``. Sorted batches are dealt out like cards."""
+        """Return this rank's share of a global batch of ``count``. Sorted batches are divided round-robin."""
         if self.shares:
             return weighted(count, self.rank, self.shares)
         share = stride if self.lengths is not None else block

@@ -1,4 +1,4 @@
-"""Data that can be indexed: a global order of indices, cut into steps and shares before anything is read."""
+"""Sources for map-style data: a global order of indices, divided into steps and shares before anything is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from echelon.data.seeding import SeedPurpose, chain, mix, numpy_stream, preserve
 
 
 class StepIndices(NamedTuple):
-    """The samples of one step for this rank: where they lie in the data set, and where in the epoch."""
+    """The samples of one step for this rank: their indices in the data set, and their positions in the epoch."""
 
     epoch: int
     indices: Indices
@@ -43,14 +43,14 @@ class MapSource:
         self._count, self._options, self._collate = size, options, BatchCollator(options, dataset)
         if problem := too_few(size, options.uneven, options.world_size, options.global_batch):
             raise DataError(problem)
-        # indexing these runs nobody's code, so there is no randomness to keep apart
+        # indexing these types runs no user code, so there is no randomness to isolate
         inert = type(dataset) in (list, ColumnDataset, torch.Tensor, np.ndarray)
         self._reads_at_once = reads_rows_at_once(dataset) and not options.cache
         self._seeds_itself = inert or options.cache
         self._calm = (inert or self._reads_at_once) and self._collate.is_ours
         self._dataset: Any = CachedItems(dataset, options.seed) if options.cache and not inert else dataset
         self._lengths = _known_lengths(options, size)
-        self.sampling: EpochSampler | None = None  #: draws the order of epochs, in place of the loader
+        self.sampling: EpochSampler | None = None  #: sampler that draws the order of epochs, in place of the loader
 
     def draw_from(self, sampling: EpochSampler) -> None:
         """Take the order of every epoch from a sampler."""
@@ -66,12 +66,12 @@ class MapSource:
         self.sampling = sampling
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what worker processes get: the order is drawn in the main process."""
+        """Return the state for worker processes, without the sampler: the main process draws the order."""
         return {**self.__dict__, "sampling": None}
 
     @property
     def steps(self) -> int | None:
-        """Steps in an epoch; None where a sampler does not tell."""
+        """The number of steps in an epoch; None if a sampler has no length."""
         if self.sampling is None:
             return self._options.steps(self._count)
         if self.sampling.in_batches or self.sampling.size is None:
@@ -142,7 +142,7 @@ class MapSource:
     def _pick(self, epoch: int, indices: Indices, start: int, taken: int) -> StepIndices:
         own = self._options.own(len(indices))
         share = len(indices[own])
-        shown = own if share else slice(0, 1)  # fewer samples than ranks: a stand-in that counts for nothing
+        shown = own if share else slice(0, 1)  # fewer samples than ranks: a stand-in batch of weight 0
         mine, positions = indices[shown], np.arange(start, start + len(indices))[shown]
         return StepIndices(epoch, mine, positions, share, taken, *self._elements(mine))
 
@@ -150,18 +150,18 @@ class MapSource:
         extra, draw = self._options.missing(stop - start), numpy_stream(self._options.seed, SeedPurpose.PAD, epoch)
         if self.sampling is None:
             again = draw.randint(0, self._count, extra)
-        else:  # which may leave samples out: of those that it has drawn
+        else:  # a sampler may leave samples out, so repeat only samples that it has drawn
             recent = order.take(max(0, start - self._options.global_batch), stop)
             again = recent[draw.randint(0, len(recent), extra)]
         return self._pick(epoch, np.concatenate([order.take(start, stop), again]), start, stop - start)
 
     def _joined(self, epoch: int, order: EpochOrder, start: int, stop: int) -> StepIndices:
         pick = self._pick(epoch, order.take(start, stop), start, stop - start)
-        if pick.share or not start:  # before the first batch there is nothing to stand in
+        if pick.share or not start:  # before the first batch there is none that could stand in
             return pick
         before = max(0, start - self._options.global_batch)
         last = self._pick(epoch, order.take(before, start), before, 0)
-        if not last.share:  # the epoch was begun by fewer ranks, and too few samples lie behind for all of these
+        if not last.share:  # the epoch was begun by fewer ranks, whose last batch is too small for all ranks
             last = StepIndices(epoch, order.take(before, start), np.arange(before, start), 0, 0, 0, 0)
         return last._replace(share=0, taken=stop - start)
 
@@ -169,7 +169,7 @@ class MapSource:
         return (0, 0) if self._lengths is None else seen_lengths(self._measure(indices).tolist())
 
     def _measure(self, indices: Indices) -> Indices:
-        """Lengths of these samples; those not known yet are read for it, once in the life of the loader."""
+        """Return the lengths of these samples; unknown ones are measured by reading the sample, once per loader."""
         assert self._lengths is not None
         unknown = [index for index in indices.tolist() if self._lengths[index] < 0]
         if unknown and callable(self._options.lengths):
@@ -180,12 +180,12 @@ class MapSource:
         return self._lengths[indices]
 
     def _sample_to_measure(self, index: int, seed: int) -> Any:
-        seed_all(chain(seed, index))  # from the sample alone, so that every rank measures the same
+        seed_all(chain(seed, index))  # depends on the sample alone, so that every rank measures the same
         return self._dataset[index]
 
 
 class TensorSource(MapSource):
-    """Tensors or arrays with one row for each sample: a batch is one indexing of each, 10 times as quick."""
+    """Tensors or arrays with one row per sample: a batch is one indexing operation per column, 10 times as fast."""
 
     def __init__(self, columns: ColumnDataset, options: LoaderOptions) -> None:
         super().__init__(columns, len(columns), options)
@@ -200,9 +200,9 @@ class TensorSource(MapSource):
 
 
 def _selected(column: torch.Tensor, rows: Indices) -> torch.Tensor:
-    """index_select copies row by row, twice as quick as indexing."""
+    """Return rows of a tensor. index_select copies row by row, which is twice as fast as indexing."""
     where = torch.from_numpy(rows)
-    if column.is_cuda:  # from pinned memory: any other copy would make the host wait until the GPU has nothing to do
+    if column.is_cuda:  # from pinned memory, because any other copy would synchronize with the GPU
         where = where.pin_memory().to(column.device, non_blocking=True)
     return column.index_select(0, where)
 
@@ -210,7 +210,7 @@ def _selected(column: torch.Tensor, rows: Indices) -> torch.Tensor:
 class ColumnDataset:
     """Tensors and arrays of equal length, read row by row.
 
-    repeated: which rows the samples are, and how many samples, where they are not simply all rows
+    repeated:  maps samples to rows if the samples are not simply all rows
     """
 
     def __init__(self, arrays: Sequence[Any], repeated: Repeated | None = None) -> None:
@@ -234,7 +234,7 @@ class ColumnDataset:
 
 
 def columns_of(dataset: Any) -> tuple[Any, ...]:
-    """The tensors or arrays that a data set consists of; none where it is something else."""
+    """Return the tensors or arrays of which a data set consists; empty for other data sets."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     if isinstance(dataset, tuple) and all(isinstance(t, torch.Tensor | np.ndarray) for t in dataset):

@@ -1,4 +1,4 @@
-"""The one global order of an epoch, and how it is cut: permutation, shares of ranks, buckets of like length."""
+"""The global order of an epoch: permutation, shares of ranks, buckets of similar length."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Indices = NDArray[np.int64]
 
 
 def permutation(size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
-    """The order of an epoch, from ``seed`` and ``epoch`` alone."""
+    """Return the order of an epoch, which depends on ``seed`` and ``epoch`` only."""
     if not shuffle:
         return np.arange(size, dtype=np.int64)
     return numpy_stream(seed, SeedPurpose.ORDER, epoch).permutation(size).astype(np.int64, copy=False)
 
 
 def per_replica(global_batch: int, replicas: int) -> int:
-    """Return the samples of each replica in a global batch, which must be as many for all."""
+    """Return the samples of each replica in a global batch; raise ``DataError`` if it is not divisible."""
     size, rest = divmod(global_batch, replicas)
     if rest or size < 1:
         near = [n * replicas for n in (size, size + 1) if n]
@@ -32,14 +32,14 @@ def per_replica(global_batch: int, replicas: int) -> int:
 
 
 def block(count: int, rank: int, world_size: int) -> slice:
-    """Contiguous share of ``rank``; shares differ by one at most, and the first ranks have more."""
+    """Return the contiguous share of ``rank``; shares differ by at most one, and the first ranks have more."""
     base, extra = divmod(count, world_size)
     start = rank * base + min(rank, extra)
     return slice(start, start + base + (rank < extra))
 
 
 def weighted(count: int, rank: int, weights: Sequence[float]) -> slice:
-    """The consecutive samples of one rank, as many as its weight is of all; one for each rank as long as they last."""
+    """Return the contiguous share of ``rank`` in proportion to its weight; each rank gets one if there are enough."""
     world, total = len(weights), sum(weights)
     if count <= world:
         return block(count, rank, world)
@@ -51,15 +51,15 @@ def weighted(count: int, rank: int, weights: Sequence[float]) -> slice:
 
 
 def stride(count: int, rank: int, world_size: int) -> slice:
-    """Every ``world_size``-th, as many as ``block`` gives: of a sorted batch, each rank gets like lengths."""
+    """Return every ``world_size``-th sample, as many as ``block``: of a sorted batch, ranks get similar lengths."""
     return slice(rank, count, world_size)
 
 
 def bucketed_places(lengths: Indices, cut: int, shuffler: np.random.RandomState | None) -> Indices:
-    """Places of one window in bucketed order: sorted by length, cut into batches, the batches shuffled.
+    """Return the positions of one window in bucketed order: sorted by length, cut into batches, the batches shuffled.
 
-    What does not fill a batch stays behind, last and unmixed: sorted in with the rest, it would always be the
-    longest samples, and ``uneven="drop"`` would drop those every time.
+    Samples that do not fill a batch stay at the end, unmixed: sorted with the rest, they would always be the longest
+    samples, and ``uneven="drop"`` would drop the longest ones every time.
     """
     full = len(lengths) // cut * cut
     batches = np.argsort(lengths[:full], kind="stable").reshape(-1, cut)
@@ -76,7 +76,7 @@ class EpochOrder:
         self._indices = indices
 
     def end(self, start: int, batch: int) -> int:
-        """Return the end of the batch of ``batch`` samples that begins at ``start``; ``start`` where none are left."""
+        """Return the end of the batch of ``batch`` samples that begins at ``start``; ``start`` if none are left."""
         return max(start, min(start + batch, len(self._indices)))
 
     def take(self, start: int, stop: int) -> Indices:
@@ -84,10 +84,10 @@ class EpochOrder:
 
 
 class BucketedOrder(EpochOrder):
-    """An order whose windows are sorted into batches of like length, each when it is first needed.
+    """An order whose windows are sorted into batches of similar length, each when it is first needed.
 
-    ``cut`` is the global batch for which the buckets are made. It may differ from the one that is taken, when an
-    epoch goes on with another number of ranks than it was begun with.
+    ``cut`` is the global batch for which the buckets are made. It may differ from the current one if an epoch continues
+    with another number of ranks than it was begun with.
     """
 
     def __init__(

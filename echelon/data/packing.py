@@ -1,4 +1,4 @@
-"""Batches of sequences of different length, laid one after another."""
+"""``pack_collate``: concatenates sequences of different length into a batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from echelon.nn.packed import MULTIPLE, pack
 
 
 def pack_collate(samples: Sequence[Any], multiple: int = MULTIPLE, pad_value: Any = 0) -> Any:
-    """One batch from ``samples``; every field that is a sequence becomes an ``echelon.nn.Packed``.
+    """Collate ``samples``; every field that is a sequence becomes an ``echelon.nn.Packed``.
 
     A sample is a field or a tuple or dict of fields. Sequences are tensors and arrays with a dimension, and lists of
-    numbers; what else there is, labels say, torch's ``default_collate`` takes. ``pad_value`` fills the row's end, which
-    belongs to no sample: one number, or one for each field, as in ``pad_collate``.
+    numbers; torch's ``default_collate`` collates other fields, such as labels. ``pad_value`` fills the end of the row,
+    which belongs to no sample: it is one number, or one per field, as in ``pad_collate``.
     """
     first = samples[0]
     if isinstance(first, Mapping):

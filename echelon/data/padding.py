@@ -1,4 +1,4 @@
-"""Batches of sequences of different length."""
+"""``pad_collate``: pads sequences of different length to a batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.data import default_collate
 
 
 def pad_collate(samples: Sequence[Any], pad_value: Any = 0) -> Any:
-    """One batch from ``samples``; fields whose first dimension differs are filled up to the longest.
+    """Collate ``samples``; fields whose first dimension differs are padded to the longest.
 
     A sample is a field or a tuple or dict of fields; a field is a tensor, an array, a list of numbers, or anything
-    that torch's ``default_collate`` takes. ``pad_value`` is one number, or one for each field in the samples' own
-    shape: ``{"tokens": 0, "labels": -100}`` or ``(0, -100)``.
+    that torch's ``default_collate`` accepts. ``pad_value`` is one number, or one per field in the structure of the
+    samples: ``{"tokens": 0, "labels": -100}`` or ``(0, -100)``.
     """
     first = samples[0]
     if isinstance(first, Mapping):

@@ -1,4 +1,4 @@
-"""A data set made longer or shorter: an epoch of as many samples as are asked for."""
+"""Makes a data set longer or shorter: an epoch has a given number of samples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from echelon.data.order import Indices
 
 
 class Repeated(Dataset[Any]):
-    """``size`` samples of an indexed data set or of tensors: all of them over and over, or every so many-th of them.
+    """``size`` samples of a map-style data set or of tensors: all samples repeatedly, or evenly spaced ones.
 
-    A part is taken evenly, since data sets are often sorted by class.
+    A part is evenly spaced because data sets are often sorted by class.
     """
 
     def __init__(self, dataset: Any, size: int) -> None:
@@ -31,14 +31,14 @@ class Repeated(Dataset[Any]):
         return tuple(column[row] for column in self.dataset) if isinstance(self.dataset, tuple) else self.dataset[row]
 
     def rows(self, indices: Indices) -> Indices:
-        """Which samples of the data set these are."""
+        """Return the rows of the data set for these samples."""
         if self._size <= self._rows:
             return indices * self._rows // self._size
         return indices % self._rows
 
 
 class RepeatedStream(IterableDataset[Any]):
-    """The first ``size`` samples of a stream, which is begun again where it has fewer."""
+    """The first ``size`` samples of a stream, which restarts if it has fewer."""
 
     def __init__(self, dataset: Any, size: int) -> None:
         self.dataset, self._size = dataset, _at_least_one(size)

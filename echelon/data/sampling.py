@@ -1,8 +1,8 @@
-"""Orders drawn by samplers: one global order of an epoch, the same on every rank and after a resume.
+"""Draws the order of epochs from samplers: one global order, the same on every rank and after a resume.
 
-A sampler draws from Python's, numpy's and torch's global generators, or from a ``torch.Generator`` of its own. Global
-generators are seeded from the loader's seed and the epoch. A sampler's own generator runs on from epoch to epoch, as
-in torch's DataLoader; after a resume the epochs before are drawn again to bring it to where it was.
+A sampler draws from Python's, numpy's and torch's global generators, or from its own ``torch.Generator``. Global
+generators are seeded from the loader's seed and the epoch. A sampler's own generator continues from epoch to epoch, as
+in torch's DataLoader; after a resume the previous epochs are drawn again to restore its state.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from echelon.data.seeding import (
     seed_all,
 )
 
-#: indices read from a sampler at once: swapping the states of generators takes 0.2 ms
+#: Indices read from a sampler at once, because swapping the states of generators takes 0.2 ms.
 CHUNK = 1024
-#: longest epoch that is drawn again to bring a generator forward; a longer one gets a seed for each epoch
+#: Longest epoch that is drawn again to restore a generator; with longer epochs each epoch has its own seed.
 REPLAYED = 2**28
 
 
 class EpochSampler:
     """A sampler or batch sampler as the source of every epoch's order.
 
-    in_batches: the sampler yields lists of indices, each of which is a global batch
-    mark:       checksum of the first indices that were drawn, for ranks to compare; None before
+    in_batches:  True if the sampler yields lists of indices, each a global batch
+    mark:        checksum of the first drawn indices, for ranks to compare; None before that
     """
 
     def __init__(self, sampler: Any, seed: int, *, in_batches: bool) -> None:
         self.sampler, self.in_batches = sampler, in_batches
         self.mark: int | None = None
         self._seed, self._generators = seed, generators_of(sampler)
-        self._beginnings = {0: [generator.get_state() for generator in self._generators]}  # of epochs
+        self._beginnings = {0: [generator.get_state() for generator in self._generators]}  # by epoch
         self.size = known_length(sampler)
 
     @property
@@ -69,23 +69,23 @@ class EpochSampler:
         return np.array(SamplerPass(self, epoch, self._states_before(epoch)).read(self.size + 1), dtype=np.int64)
 
     def ended(self, epoch: int, states: list[torch.Tensor]) -> None:
-        """Remember in which states the generators are after this epoch."""
+        """Remember the states of the generators after this epoch."""
         self._beginnings = {0: self._beginnings[0], epoch + 1: states}
 
     def first_batch(self) -> int:
-        """Return the number of indices in the first batch of a batch sampler, which is drawn for it."""
+        """Draw the first batch of a batch sampler, and return the number of its indices."""
         found = SamplerPass(self, 0, self._beginnings[0]).read(1)
         return len(found[0]) if found else 0
 
     def swapped(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Put the sampler's generators into these states; return those that they had."""
+        """Set the states of the sampler's generators; return the previous ones."""
         before = [generator.get_state() for generator in self._generators]
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
         return before
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        """Start the sampler, under the seed of this epoch."""
+        """Start the sampler with the seed of this epoch."""
         for each in nested(self.sampler):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
@@ -104,11 +104,11 @@ class EpochSampler:
 
 
 class SamplerPass:
-    """One pass over a sampler. The sampler's randomness is in force while it is read, and only then."""
+    """One pass over a sampler. Its random state is active only while it is read."""
 
     def __init__(self, sampling: EpochSampler, epoch: int, states: list[torch.Tensor]) -> None:
         self._sampling, self._epoch, self._states = sampling, epoch, states
-        self._globals: GlobalRngState | None = None  # before the pass has begun
+        self._globals: GlobalRngState | None = None  # None before the pass has begun
         self._iterator: Iterator[Any] = iter(())
         self.has_ended = False
 
@@ -125,7 +125,7 @@ class SamplerPass:
         return checked
 
     def exhaust(self) -> None:
-        """Read to the end, for the states of generators after it."""
+        """Read to the end, to get the states of the generators after it."""
         with self._in_force():
             for _ in self._iterator:
                 pass
@@ -167,12 +167,12 @@ class SamplerPass:
 
 
 class SampledOrder(EpochOrder):
-    """An order that is read from a sampler when it is needed: an epoch may have 10 ** 10 samples, or no end."""
+    """An order that is read from a sampler on demand: an epoch may have 10 ** 10 samples, or no end."""
 
     def __init__(self, drawing: SamplerPass, global_batch: int) -> None:
         super().__init__(np.empty(0, dtype=np.int64))
         self._drawing, self._kept = drawing, 2 * global_batch
-        self._base = 0  # place in the epoch of the first index that is held
+        self._base = 0  # position in the epoch of the first index that is held
 
     def end(self, start: int, batch: int) -> int:
         self._reach(start + batch)
@@ -194,14 +194,14 @@ class SampledOrder(EpochOrder):
         return self._drawing.read(max(CHUNK, min(stop - self._reached, 2**20)))
 
     def _hold(self, more: list[int], stop: int) -> None:
-        """Add these; let go of those that lie too far behind for a stand-in."""
+        """Append indices, and drop those that are too old for a stand-in batch."""
         held = np.concatenate([self._indices, np.array(more, dtype=np.int64)])
         gone = max(0, min(stop, self._reached + len(more)) - self._kept - self._base)
         self._indices, self._base = held[gone:], self._base + gone
 
 
 class BatchedOrder(SampledOrder):
-    """An order that a batch sampler has cut into global batches."""
+    """An order that a batch sampler has divided into global batches."""
 
     def __init__(self, drawing: SamplerPass, global_batch: int) -> None:
         super().__init__(drawing, global_batch)
@@ -226,7 +226,7 @@ class BatchedOrder(SampledOrder):
 
 
 class SeedDrawingSampler:
-    """A sampler whose generator is drawn from once before each epoch, as a DataLoader does for its workers' seeds."""
+    """Draws from the generator once before each epoch, as a DataLoader does to seed its workers."""
 
     def __init__(self, sampler: Any, generator: torch.Generator) -> None:
         self.sampler, self.generator = sampler, generator
@@ -240,7 +240,7 @@ class SeedDrawingSampler:
 
 
 def nested(sampler: Any) -> list[Any]:
-    """Return a sampler and those inside it: a batch sampler has a sampler."""
+    """Return a sampler and the samplers inside it: a batch sampler has a sampler."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is one for one in found):
         found.append(sampler)
@@ -259,7 +259,7 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 
 
 def known_length(data: Any) -> int | None:
-    """Return the length of a sampler or data set; None where it has none."""
+    """Return the length of a sampler or data set; None if it has none."""
     try:
         return len(data)
     except (TypeError, NotImplementedError, AttributeError):
@@ -267,7 +267,7 @@ def known_length(data: Any) -> int | None:
 
 
 def batches_of(batch_sampler: Any) -> int:
-    """Return the size of a batch sampler's batches: what it says, else that of the first."""
+    """Return a batch sampler's ``batch_size``, or else the size of its first batch."""
     size = getattr(batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
         return size

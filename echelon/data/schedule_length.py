@@ -1,4 +1,4 @@
-"""The number of updates that a training will make, known before there is an engine."""
+"""``steps``: the number of optimizer updates of a training run, before there is an engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def steps(
     replicas: int | None = None,
     **options: Any,
 ) -> int:
-    """Return how many updates ``epochs`` epochs of ``data`` make, for a schedule that is made before ``distribute``.
+    """Return the number of updates in ``epochs`` epochs of ``data``, for an LR schedule made before ``distribute``.
 
-    data:           what ``engine.loader`` will be given, a torch DataLoader too; or the loader that it returned
-    batch_size:     samples for each replica; from a DataLoader by default
-    global_batch:   in its place, samples for all replicas together
+    data:           data set or torch DataLoader for ``engine.loader``, or the loader that it returned
+    batch_size:     samples per replica; from a DataLoader by default
+    global_batch:   samples of all replicas together, in place of ``batch_size``
     gradient_merge: as in ``Strategy``
-    replicas:       copies of the model; all processes of the job by default. Fewer where several ranks make up a copy
-    options:        as for ``engine.loader``: ``uneven``, ``sampler``, ``drop_last``, ...
+    replicas:       copies of the model; all processes of the job by default, fewer if several ranks share a copy
+    options:        options of ``engine.loader``: ``uneven``, ``sampler``, ``drop_last``, ...
     """
     if epochs < 0 or gradient_merge < 1:
         raise UsageError(f"steps(epochs={epochs}, gradient_merge={gradient_merge}): epochs from 0 and merges from 1")

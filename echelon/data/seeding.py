@@ -1,7 +1,7 @@
-"""Randomness of the data, apart from the model's.
+"""Randomness of the data, separate from the model's.
 
-Every random choice about data is drawn from a number mixed from the loader's seed, what the choice is for, and
-where in the data it is made, so that it comes out the same for any number of ranks and workers and after a resume.
+Every random choice about data is seeded by a number mixed from the loader's seed, the purpose of the choice, and its
+position in the data, so that the choice is the same for any number of ranks and workers and after a resume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _64_BITS = 2**64 - 1
 
 
 class SeedPurpose(IntEnum):
-    """What a random number is for: two uses never share a stream."""
+    """The purpose of a random number: two purposes never share a stream."""
 
     ORDER = 1
     PAD = 2
@@ -37,7 +37,7 @@ class SeedPurpose(IntEnum):
 
 
 def mix(*parts: int) -> int:
-    """One 64-bit number from several whole numbers."""
+    """Return one 64-bit number mixed from several whole numbers."""
     state = 0
     for part in parts:
         state = chain(state, part)
@@ -45,7 +45,7 @@ def mix(*parts: int) -> int:
 
 
 def chain(state: int, part: int) -> int:
-    """One more number mixed into ``state`` (the finalizer of splitmix64)."""
+    """Mix one more number into ``state`` (the finalizer of splitmix64)."""
     z = (state + 0x9E3779B97F4A7C15 * (part + 1)) & _64_BITS
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64_BITS
@@ -53,7 +53,7 @@ def chain(state: int, part: int) -> int:
 
 
 def chain_each(state: int | Seeds, parts: NDArray[np.int64]) -> Seeds:
-    """``chain`` for whole arrays, which stretch to each other."""
+    """Apply ``chain`` to whole arrays, which broadcast to each other."""
     steps = parts.astype(np.uint64) + np.uint64(1)
     z: Seeds = np.asarray(state, np.uint64) + np.uint64(0x9E3779B97F4A7C15) * steps
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -62,18 +62,18 @@ def chain_each(state: int | Seeds, parts: NDArray[np.int64]) -> Seeds:
 
 
 def numpy_stream(*parts: int) -> np.random.RandomState:
-    """A generator for whole arrays. RandomState, because numpy promises never to change its streams."""
+    """Return a generator for whole arrays. It is a RandomState because numpy promises never to change its streams."""
     value = mix(*parts)
     return np.random.RandomState([value & 0xFFFFFFFF, value >> 32])
 
 
 def python_stream(*parts: int) -> random.Random:
-    """A generator for one number at a time: 0.2 us a draw, where numpy takes 3."""
+    """Return a generator for one number at a time: 0.2 us per draw, compared to 3 us with numpy."""
     return random.Random(mix(*parts))
 
 
 def seed_all(value: int) -> None:
-    """Seed what data set code draws from: 7 us. ``torch.manual_seed`` would take 110 and reseed the GPUs too."""
+    """Seed the generators that data set code uses (7 us). ``torch.manual_seed`` takes 110 us and reseeds GPUs too."""
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
@@ -99,7 +99,7 @@ def restore_global_state(state: GlobalRngState) -> None:
 
 @contextmanager
 def preserve_global_rng() -> Iterator[None]:
-    """Give the process its random state back afterwards, as if nothing had been drawn (90 us)."""
+    """Restore the global random state afterwards, as if nothing had been drawn (90 us)."""
     before = global_state()
     try:
         yield

@@ -1,7 +1,7 @@
-"""Data of which every rank reads a part of its own, so that no rank knows when another's ends.
+"""Sources of which every rank reads its own part, so that no rank knows when another's data ends.
 
-Before each step the ranks agree, in one all-reduce of three numbers that is under way while the step before it is
-computed, how many samples the fullest and the emptiest of them hold.
+Before each step the ranks agree on the largest and smallest number of samples that any of them holds, with an
+all-reduce of three numbers that overlaps with the previous step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from echelon.distributed.activity import waiting
 
 
 class RaggedBatch(NamedTuple):
-    """The end of a rank's data: what it has left, and what to fill up with; bound once the ranks have agreed."""
+    """The end of a rank's data: remaining and padding samples; collated after the ranks have agreed."""
 
     items: list[StreamItem]
     own: int
@@ -37,7 +37,7 @@ class RaggedBatch(NamedTuple):
 
 
 def is_sharded(dataset: Any) -> bool:
-    """Whether it has ``shard(index, count)``. Other libraries' ``shard`` means other things: mind the names."""
+    """Return True if it has ``shard(index, count)``. A ``shard`` of other libraries has other parameters."""
     shard = getattr(dataset, "shard", None)
     return callable(shard) and {"index", "count"} <= set(inspect.signature(shard).parameters)
 
@@ -97,7 +97,7 @@ class ShardSource:
 
 @dataclass
 class Vote:
-    """What this rank holds for a step, and the count of it over all ranks while that is under way."""
+    """This rank's batch for a step, and the all-reduce of the sample counts while it is in progress."""
 
     held: RankBatch | RaggedBatch | Exception
     tally: torch.Tensor
@@ -105,7 +105,7 @@ class Vote:
 
 
 class Agreement:
-    """Turns one rank's own pieces into pieces of steps that all ranks take together."""
+    """Turns one rank's batches into steps that all ranks take together."""
 
     def __init__(self, source: ShardSource, options: LoaderOptions, group: dist.ProcessGroup | None) -> None:
         if options.world_size > 1 and group is None:
@@ -128,7 +128,7 @@ class Agreement:
             vote = coming
 
     def _cast(self, own: Iterator[RankBatch | RaggedBatch]) -> Vote:
-        """A rank that cannot read says so in its vote: it takes the steps before with the others, then all stop."""
+        """Start the all-reduce for the next batch. A rank that cannot read reports it there, so that all ranks stop."""
         held: RankBatch | RaggedBatch | Exception
         try:
             held = next(own)
@@ -144,7 +144,7 @@ class Agreement:
         return Vote(held, tally, work)
 
     def _settle(self, vote: Vote) -> RankBatch | None:
-        """The piece for this step, or None where the policy says that the epoch is over."""
+        """Return the batch for this step, or None if the epoch is over according to ``uneven``."""
         most, least = self._tally(vote)
         assert not isinstance(vote.held, Exception)
         over = least < self._options.batch_size if self._options.uneven == "drop" else most == 0

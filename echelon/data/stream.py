@@ -1,4 +1,4 @@
-"""Data that can only be read from its beginning: every rank reads the one global stream and keeps its share."""
+"""Sources for streams, which can only be read in order: every rank reads the global stream and keeps its share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from echelon.data.loader_options import LoaderOptions
 from echelon.data.order import bucketed_places
 from echelon.data.seeding import SeedPurpose, chain, mix, numpy_stream, preserve_global_rng, python_stream, seed_all
 
-#: samples kept to pad with at the end of a stream
+#: Number of samples kept for padding at the end of a stream.
 RESERVOIR = 256
-#: opens the stream of an epoch
+#: Opens the stream of an epoch.
 Begin = Callable[[int], Iterable[Any]]
 
 
@@ -35,7 +35,7 @@ class StreamItem(NamedTuple):
 
 
 class StreamStep(NamedTuple):
-    """Step ``step`` of an epoch's stream that is cut into batches from sample ``start`` on."""
+    """Step ``step`` of an epoch's stream, which is divided into batches from sample ``start`` on."""
 
     epoch: int
     cut: int
@@ -44,7 +44,7 @@ class StreamStep(NamedTuple):
 
 
 class Reservoir:
-    """A few samples of all that went by, each equally likely (Vitter's algorithm R): what padding draws from."""
+    """A few of all samples read so far, each equally likely (Vitter's algorithm R), for padding."""
 
     def __init__(self, *seed: int) -> None:
         self._seed, self._draw = seed, python_stream(*seed)
@@ -63,7 +63,7 @@ class Reservoir:
 
 
 class StreamPassReader:
-    """One pass over a stream: numbered, shuffled, bucketed, cut into batches of ``batch`` items."""
+    """One pass over a stream: numbered, shuffled, bucketed, divided into batches of ``batch`` items."""
 
     def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int, turn: StreamStep) -> None:
         self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
@@ -71,7 +71,7 @@ class StreamPassReader:
         self.turn = turn
         self.reservoir = Reservoir(options.seed, SeedPurpose.RESERVOIR, turn.epoch, salt)
         self._items = self._sequence()
-        #: the last batch that had anything in it before the current one: stand-ins come from here
+        #: the last non-empty batch before the current one, for stand-in batches
         self.previous = self._skip(turn.start)
         self._current: list[StreamItem] = []
         self._step = -1
@@ -87,7 +87,7 @@ class StreamPassReader:
         return self._current
 
     def _skip(self, count: int) -> list[StreamItem]:
-        """Pass over ``count`` items; returns the last batch of them, which is short where the stream ended."""
+        """Skip ``count`` items; return the last batch of them, which is short if the stream ended."""
         behind = deque(enumerate(itertools.islice(self._items, count), start=1), maxlen=self._batch)
         passed = behind[-1][0] if behind else 0
         return [item for number, item in behind if number > passed - (passed % self._batch or self._batch)]
@@ -99,7 +99,7 @@ class StreamPassReader:
         return items if self._length is None else self._bucketed(items)
 
     def _numbered(self) -> Iterator[StreamItem]:
-        # a kept stream is read once, in whichever epoch that is, so its randomness must not depend on the epoch
+        # a cached stream is read once, in any epoch, so its randomness must not depend on the epoch
         epoch = 0 if self._options.cache else self.turn.epoch
         seed = mix(self._options.seed, SeedPurpose.SAMPLE, epoch, self._salt)
         seed_all(seed)
@@ -136,15 +136,15 @@ class StreamPassReader:
 
 
 class StreamPasses:
-    """The pass that is being read; a turn that lies behind it, or in another epoch, begins a new one."""
+    """The pass in progress; a step before its position, or in another epoch, starts a new pass."""
 
     def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int) -> None:
         self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
         self._reader: StreamPassReader | None = None
 
     def at(self, turn: StreamStep) -> tuple[StreamPassReader, list[StreamItem]]:
-        """The reader after this turn, and the turn's items."""
-        reader, self._reader = self._reader, None  # a generator that raises is spent: keep it only if it did not
+        """Return the reader after this step, and the step's items."""
+        reader, self._reader = self._reader, None  # a generator that raised cannot continue: keep it only on success
         with _alone():
             if reader is None or not reader.reaches(turn):
                 reader = StreamPassReader(self._stream, self._options, salt=self._salt, batch=self._batch, turn=turn)
@@ -153,12 +153,12 @@ class StreamPasses:
         return reader, items
 
     def key(self, turn: StreamStep) -> int:
-        """Where the turn lies in the epoch, wherever the pass was begun."""
+        """Return the position of the step in the epoch, independent of the start of the pass."""
         return turn.start + turn.step * self._batch
 
 
 class StreamSource:
-    """An iterable data set. Its end is seen by all ranks alike, so no rank needs to ask another."""
+    """An iterable data set. All ranks see its end at the same step, without communication."""
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
@@ -200,7 +200,7 @@ class StreamSource:
 
 
 class StreamCollator:
-    """Items into a piece."""
+    """Collates items into a ``RankBatch``."""
 
     def __init__(self, options: LoaderOptions, *, salt: int, dataset: Any = None) -> None:
         self._seed, self._salt, self._collate = options.seed, salt, BatchCollator(options, dataset)
@@ -222,8 +222,8 @@ def announce(dataset: Any, epoch: int) -> None:
 def _alone() -> Iterator[None]:
     """Hide from the stream that it runs in a worker process.
 
-    Streams written for torch's DataLoader split themselves among its workers; here every worker reads all of the
-    stream, since only then are the batches the same for any number of workers.
+    Streams written for torch's DataLoader split themselves among its workers; here every worker reads the whole stream,
+    because only then are the batches the same for any number of workers.
     """
     worker, torch_worker._worker_info = torch_worker._worker_info, None
     try:

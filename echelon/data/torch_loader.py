@@ -1,4 +1,4 @@
-"""What was asked of a loader in torch's words: a DataLoader in place of a data set, and torch's names of options."""
+"""Translates torch's DataLoader, and torch's names of its options, to options of ``echelon.data.Loader``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from echelon.data.hugging_face import has_columns
 from echelon.data.map_source import columns_of
 from echelon.data.sampling import SeedDrawingSampler, known_length, nested
 
-#: torch's names of options that have another name here
+#: torch's names of options that have another name here.
 RENAMED = {"num_workers": "workers", "collate_fn": "collate", "prefetch_factor": "prefetch"}
-#: torch's options that are taken care of: batches are pinned where that helps, and workers stay
+#: torch's options that need no setting: batches are pinned if that helps, and workers persist.
 CARED_FOR = ("pin_memory", "persistent_workers", "pin_memory_device", "in_order")
 
 
 class LoaderRequest(NamedTuple):
-    """A data set and options of ``echelon.data.Loader``; ``origin``: a line of what came from a DataLoader, or ''."""
+    """A data set and options of ``echelon.data.Loader``; ``origin`` is a line about values from a DataLoader, or ''."""
 
     dataset: Any
     batch_size: int | None
@@ -40,7 +40,7 @@ class LoaderRequest(NamedTuple):
 def loader_request(
     data: Any, batch_size: int | None, global_batch: int | None, options: dict[str, Any]
 ) -> LoaderRequest:
-    """Return what to make a loader of: ``data`` may be a DataLoader, options may have torch's names."""
+    """Return the data set and options of a loader; ``data`` may be a DataLoader, options may have torch's names."""
     options = _in_our_names(options)
     _refuse_contradictions(options, batch_size, global_batch)
     if is_torch_loader(data):
@@ -53,7 +53,7 @@ def loader_request(
 
 
 def refuse_unnamed(sizes: tuple[Any, ...]) -> None:
-    """Refuse ``loader(dataset, 32)``: with several replicas it is one of two sizes."""
+    """Raise for ``loader(dataset, 32)``: it could be the size per replica or of all replicas."""
     if sizes:
         raise UsageError(
             f"loader(dataset, {sizes[0]}) does not say which batch that is; write batch_size={sizes[0]} for each "
@@ -77,14 +77,14 @@ def is_torch_loader(data: Any) -> bool:
 
 
 def is_sharded_by_rank(loader: DataLoader[Any]) -> bool:
-    """Return True if a sampler of the DataLoader goes by the rank, or its data is a stream, which may."""
+    """Return True if a sampler of the DataLoader depends on the rank, or its data is a stream, which may."""
     if isinstance(loader.dataset, IterableDataset):
         return True
     return _is_of_ranks(loader.sampler) or _is_of_ranks(loader.batch_sampler)
 
 
 def undealt(sampler: Any, options: dict[str, Any]) -> Any:
-    """Return the sampler that draws for all ranks what this one draws for its own."""
+    """Return a sampler of the whole order, in place of one that draws the share of a rank."""
     if not _is_of_ranks(sampler) or options.get("world_size") == 1:
         return sampler
     if not isinstance(sampler, DistributedSampler):
@@ -95,7 +95,7 @@ def undealt(sampler: Any, options: dict[str, Any]) -> Any:
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank = 1, 0
     whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]
-    whole.drop_last = False  # of the ranks' shares; the loader's own end is uneven='drop'
+    whole.drop_last = False  # it concerned the ranks' shares; the loader's own option is uneven='drop'
     return whole
 
 
@@ -168,13 +168,13 @@ def _refuse_odd(loader: DataLoader[Any]) -> None:
 
 
 def _collate(loader: DataLoader[Any]) -> Any:
-    """Return its collate function. torch's own is the default here as well, but for columns of lists."""
+    """Return the DataLoader's collate function; None for torch's default, unless rows have columns."""
     torchs = loader.collate_fn is default_collate and not has_columns(loader.dataset)
     return None if torchs else loader.collate_fn
 
 
 def _order(loader: DataLoader[Any], is_sized: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options for the order of samples: shuffle, sampler or batch_sampler, and uneven."""
+    """Return the options for the order of samples: shuffle, sampler or batch_sampler, and uneven."""
     batches: Any = loader.batch_sampler
     is_chosen = any(name in options for name in ("sampler", "batch_sampler", "shuffle"))
     if type(batches) is BatchSampler and (loader.batch_size is not None or is_sized or _is_of_ranks(batches)):
@@ -189,7 +189,7 @@ def _order(loader: DataLoader[Any], is_sized: bool, options: dict[str, Any]) -> 
 
 
 def _single(loader: DataLoader[Any], sampler: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return shuffle= where that says it all, else sampler=."""
+    """Return the option shuffle= if it is sufficient, else sampler=."""
     if isinstance(loader.dataset, IterableDataset):
         return {"shuffle": False}
     is_whole = known_length(sampler) == len(loader.dataset)  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ def _single(loader: DataLoader[Any], sampler: Any, options: dict[str, Any]) -> d
 
 
 def _seeded_by(loader: DataLoader[Any], sampler: Any) -> Any:
-    """Return the sampler with the DataLoader's own draws, where both draw from one generator."""
+    """Return the sampler with the DataLoader's own draws, if both draw from the same generator."""
     generator = loader.generator
     shares = generator is not None and any(getattr(one, "generator", None) is generator for one in nested(sampler))
     return SeedDrawingSampler(sampler, generator) if generator is not None and shares else sampler

@@ -1,4 +1,4 @@
-"""Batches onto the device, one ahead of the step that needs them."""
+"""Copies batches to the device, one step ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.data.data_source import RankBatch
 
 
 def on_device(pieces: Iterator[RankBatch], device: torch.device | None) -> Iterator[RankBatch]:
-    """The same pieces with their tensors on ``device``; on the CPU nothing is touched."""
+    """Return the same batches with their tensors on ``device``; nothing changes on the CPU."""
     if device is None or device.type == "cpu":
         return pieces
     if device.type == "cuda":
@@ -20,7 +20,7 @@ def on_device(pieces: Iterator[RankBatch], device: torch.device | None) -> Itera
 
 
 def _copied_ahead(pieces: Iterator[RankBatch], device: torch.device) -> Iterator[RankBatch]:
-    """Copies run on a stream of their own, so that the next batch travels while this one is computed on."""
+    """Copy on a separate stream, so that the copy of the next batch overlaps with the computation of this one."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _copied_ahead(pieces: Iterator[RankBatch], device: torch.device) -> Iterator
         return tensor.to(device, non_blocking=True)
 
     def receive(tensor: torch.Tensor) -> torch.Tensor:
-        # the memory belongs to the side stream; it may be reused there only after the step is through with it
+        # the memory belongs to the side stream, which may reuse it only after the step has finished with it
         tensor.record_stream(torch.cuda.current_stream(device))
         return tensor
 
@@ -53,7 +53,7 @@ def _received(
 
 
 def each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``batch`` with every tensor in its tuples, lists and dicts changed; anything else stays as it is."""
+    """Return ``batch`` with every tensor in its tuples, lists and dicts changed; other values stay unchanged."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""torch DataLoaders that a script left in place: every rank goes through all of their samples."""
+"""Detects torch DataLoaders that a script left unchanged, so that every rank reads all of their samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from echelon.distributed.activity import activity
 
 
 class LoaderWatch:
-    """Notices which DataLoaders are iterated by the script, while it is open. One for all engines of a process."""
+    """Notices which DataLoaders the script iterates over, while it is open. All engines of a process share it."""
 
     def __init__(self) -> None:
         self._plain: Callable[[DataLoader[Any]], Any] | None = None  # torch's own __iter__, while this is open
-        self._iterated: list[tuple[weakref.ref[Any], DataLoader[Any]]] = []  # by iterators, which do not keep it
+        self._iterated: list[tuple[weakref.ref[Any], DataLoader[Any]]] = []  # weak references to iterators
 
     def open(self) -> None:
         if self._plain is not None:
@@ -38,15 +38,17 @@ class LoaderWatch:
         DataLoader.__iter__ = iterate  # type: ignore[assignment,method-assign]
 
     def close(self) -> None:
-        # where something else has been put in its place since, it stays below that, and notices nothing of interest
+        # if other code has replaced __iter__ since, ours stays below that, and records nothing of interest
         if self._plain is not None and DataLoader.__iter__ is self._replaced:
             DataLoader.__iter__ = self._plain  # type: ignore[method-assign]
             self._plain = None
         self._iterated = []
 
     def undealt(self) -> list[Any] | None:
-        """Return what tells the data of the DataLoader that is being iterated; None where there is none, or its sampler
-        goes by the rank. A data set's class, its length, and a checksum where its contents can be read."""
+        """Return a description of the data of the DataLoader being iterated; None if there is none or it is sharded.
+
+        The description has the data set's class, its length, and a checksum if its contents can be read.
+        """
         for iterator, loader in reversed(self._iterated):
             found = iterator()
             if found is None or not getattr(found, "_num_yielded", 1):

@@ -1,6 +1,6 @@
-"""Activity: where this process is, and for whom it waits. The training thread writes it, the reporter's reads it.
+"""The current activity of this process: its phase, call and wait. The training thread writes it, the reporter reads it.
 
-Everything here is on the path of every step: plain assignments, well under a microsecond each.
+All of this runs in every step: plain assignments, well under a microsecond each.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class ServerMessage(Protocol):
-    """A message to a parameter server, of which a trace counts the bytes."""
+    """A message to a parameter server; a trace counts its bytes."""
 
     @property
     def arrays(self) -> Sequence[Any]: ...
 
 
 class SpanRecorder(Protocol):
-    """Takes notes while steps are recorded for a trace (``observability/trace/span_recorder.py``).
+    """Records spans for a trace (``observability/trace/span_recorder.py``).
 
-    arguments:  of the first call of the model, for counting its arithmetic
+    arguments:  arguments of the first call of the model, for counting its FLOPs
     """
 
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None
@@ -43,7 +43,7 @@ class SpanRecorder(Protocol):
     def asked(self, kind: str, since: float, sent: Sequence[ServerMessage], answers: Sequence[Future[Any]]) -> None: ...
 
 
-#: What follows when a phase of a step is over; see ``clock.PHASES``.
+#: The phase that follows each phase of a step; see ``observability/metrics/step_clock.PHASES``.
 AFTER = {
     "data": "forward",
     "forward": "backward",
@@ -51,22 +51,22 @@ AFTER = {
     "communicate": "update",
     "update": "user code",
 }
-#: The ranks of a wait that is for everybody.
+#: The ranks of a wait for all ranks.
 EVERYONE = "all"
 Whom = dist.ProcessGroup | Sequence[int] | str | None
 
 
 class Activity:
-    """One for each process.
+    """The activity of one process; each process has one.
 
-    call:   the engine's call under way, '' in the user's code
-    calls:  how many calls there were
-    wait:   what the training thread waits in now
-    counts: how many waits of each kind there were with each circle of ranks
-    waited: seconds spent in waits, for parameter servers' answers too
-    busy:   seconds of this rank's own work by phase, waits for others left out
-    alike:  the ranks whose part of a step is like this one's
-    recorder: notes all of it while steps are recorded for a timeline
+    call:      engine call in progress, '' in user code
+    calls:     number of engine calls so far
+    wait:      current wait of the training thread
+    counts:    number of waits of each kind, by the ranks that take part
+    waited:    seconds spent in waits, including waits for parameter servers
+    busy:      seconds of this rank's own work by phase, without waits for others
+    alike:     ranks whose part of a step equals this rank's
+    recorder:  recorder of a trace, while steps are recorded
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Activity:
         self.phase, self.phase_since = phase, monotonic()
 
     def lap(self, phase: str) -> float:
-        """A phase of a step is over: what of it was not waiting was work. Returns the time."""
+        """End a phase of a step: its time minus waits counts as work. Returns the current time."""
         now = monotonic()
         self.busy[phase] += now - self._lapped - (self.waited - self._waited_then)
         self._lapped, self._waited_then = now, self.waited
@@ -97,13 +97,13 @@ class Activity:
         return now
 
     def served(self, kind: str, since: float) -> None:
-        """The training thread has waited for parameter servers since then; ``kind``: pull or push."""
+        """Count the time since ``since`` as a wait for parameter servers; ``kind`` is pull or push."""
         self.waited += monotonic() - since
         if self.recorder is not None:
             self.recorder.served(kind, since)
 
     def passed(self, phase: str) -> None:
-        """The same on a GPU, where the host's time tells nothing of the work."""
+        """End a phase on a GPU, where the host's time says nothing about the work."""
         self.phase, self.phase_since = AFTER[phase], monotonic()
         if self.recorder is not None:
             self.recorder.lap(phase, self.phase_since)
@@ -113,11 +113,12 @@ activity = Activity()
 
 
 class waiting:
-    """``with waiting("sum of gradients", "bucket 3", group):`` around what may block until other ranks come.
+    """Marks a block that may wait for other ranks: ``with waiting("sum of gradients", "bucket 3", group):``.
 
-    what: shown with ``str`` when somebody asks
-    whom: the ranks that must come, or one of them as text; ``None``: all of the job
-    A wait inside another one is part of it.
+    what:  details, converted with ``str`` when a report shows them
+    whom:  ranks that must arrive, or one rank as text; ``None``: all ranks of the job
+
+    A wait inside another wait is part of the outer one.
     """
 
     __slots__ = ("_inner", "call", "number", "ranks", "since", "what")
@@ -146,7 +147,7 @@ class waiting:
 
 
 class calling:
-    """Around a call of the engine that all ranks make together."""
+    """Marks an engine call that all ranks make together."""
 
     __slots__ = ("_before", "_call", "_phase", "_since", "_step")
 
@@ -170,7 +171,7 @@ class calling:
 
 
 def span(names: Sequence[str]) -> str:
-    """``first .. last``"""
+    """Return ``first .. last``."""
     return f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names)
 
 
@@ -179,10 +180,10 @@ _kept: dict[int, weakref.ref[dist.ProcessGroup]] = {}
 
 
 def describe_ranks(whom: Whom) -> str:
-    """The ranks in short: ``all``, ``0-7``, ``0-14:2`` or ``0,3,4``. A group is asked once: this is called in steps."""
+    """Return ranks in short form: ``all``, ``0-7``, ``0-14:2`` or ``0,3,4``. A group's ranks are cached for speed."""
     if whom is None:
         return EVERYONE
-    known = _circles.get(id(whom))  # an entry goes with its group, so no other object can have that id
+    known = _circles.get(id(whom))  # an entry is removed with its group, so no other object can have that id
     if known is not None:
         return known
     if isinstance(whom, str):
@@ -197,7 +198,7 @@ def _remember(group: dist.ProcessGroup) -> str:
         _circles.pop(key, None)
         _kept.pop(key, None)
 
-    _kept[key] = weakref.ref(group, forget)  # not the group itself: it would keep its connections open
+    _kept[key] = weakref.ref(group, forget)  # a weak reference: a strong one would keep the group's connections open
     _circles[key] = format_ranks(dist.get_process_group_ranks(group))
     return _circles[key]
 
@@ -211,7 +212,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def parse_ranks(short: str, world_size: int) -> tuple[int, ...]:
-    """The inverse of ``format_ranks``. Raises ``ValueError`` for anything else: it may come from the network."""
+    """Parse the result of ``format_ranks``. Raises ``ValueError`` for other text, which may come from the network."""
     if short == EVERYONE:
         return tuple(range(world_size))
     if "-" not in short:

@@ -1,6 +1,6 @@
-"""The few collectives we use, under one name for every torch we support, and typed messages between ranks.
+"""Collectives under one name for every supported torch version, and JSON messages between ranks.
 
-Nothing here unpickles: what ranks tell each other is tensors, or JSON.
+Nothing here unpickles: ranks exchange tensors or JSON.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class PendingCollective(Protocol):
-    """Something under way."""
+    """A collective in progress."""
 
     def wait(self) -> Any: ...
 
 
 def start_all_to_all(came: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, tag: int) -> PendingCollective:
-    """Begin to send row i of ``sent`` to rank i; row i of ``came`` is what comes from there."""
+    """Start an all-to-all: row i of ``sent`` goes to rank i; row i of ``came`` receives from rank i."""
     if dist.get_backend(group) != "gloo":
         return _begun(dist.all_to_all_single(came.view(-1), sent.view(-1), group=group, async_op=True))
     return _Swap(came, list(sent), group, tag)
 
 
 def start_all_gather(came: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, tag: int) -> PendingCollective:
-    """Begin to collect every rank's ``mine``, one row of ``came`` a rank."""
+    """Start an all-gather of every rank's ``mine``; ``came`` has one row per rank."""
     if dist.get_backend(group) != "gloo":
         return _begun(_all_gather_single(came.view(-1), mine, group=group, async_op=True))
     return _Swap(came, [mine] * len(came), group, tag)
 
 
 class _Swap:
-    """An exchange between all pairs of ranks over Gloo, whose own all-to-all uses a link one way at a time: 373 ms
-    where this takes 213 (2 hosts, 25 MB, 1 Gb/s).
+    """An exchange between all pairs of ranks over Gloo.
 
-    Receiving is announced first; the other way round it falls back to one direction again. Each rank begins with the
-    one after it, so that they do not all send to the same. Round by round, each waiting for the one before, is slower
-    (420 against 374 ms a step between 4 hosts).
+    Gloo's own all-to-all uses a connection in one direction at a time: 373 ms instead of 213 (2 hosts, 25 MB, 1 Gb/s).
+
+    Receives are posted first; with sends first the transfer uses one direction at a time. Each rank begins with the
+    rank after it, so that they do not all send to the same one. Rounds that wait for each other are slower (420 instead
+    of 374 ms per step between 4 hosts).
     """
 
     def __init__(self, came: torch.Tensor, sent: list[torch.Tensor], group: dist.ProcessGroup, tag: int) -> None:
@@ -75,15 +76,15 @@ def all_gather(
     return out
 
 
-#: Up to so many ranks, a small sum is gathered and added locally: one round of messages where Gloo's all-reduce takes
-#: several. Measured for 64 floats on two cores: 0.6 against 1.7 ms on 2 ranks, 3.2 against 5.4 on 4.
+#: Up to this number of ranks, a small sum is gathered and added locally: one round of messages instead of several in
+#: Gloo's all-reduce. Measured for 64 floats on two cores: 0.6 instead of 1.7 ms on 2 ranks, 3.2 instead of 5.4 on 4.
 FEW = 8
 
 
 def start_small_sum(
     local: torch.Tensor, group: dist.ProcessGroup, call: str = "small sum"
 ) -> Callable[[], torch.Tensor]:
-    """Begin the sum of a small tensor over all ranks; call what is returned to wait for it."""
+    """Start the sum of a small tensor over all ranks; return a function that waits for the sum and returns it."""
     if dist.get_world_size(group) > FEW:
         total = local.clone()
         work: dist.Work | None = dist.all_reduce(total, group=group, async_op=True)
@@ -101,7 +102,7 @@ def _after(work: dist.Work | None, result: torch.Tensor, wait: waiting) -> torch
 
 
 def gather_json(message: Any, group: dist.ProcessGroup, call: str = "agreement", what: object = "") -> list[Any]:
-    """Every rank's ``message``, in rank order, on every rank."""
+    """Return every rank's ``message``, in rank order, on every rank."""
     data = json_to_tensor(message)
     sizes = all_gather(torch.tensor([data.numel()]), group, call, what).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)

@@ -9,11 +9,11 @@ from echelon.base.errors import UsageError
 
 
 def choose_device(place: RankInfo, asked: str | torch.device | None, gpus: int) -> torch.device:
-    """Return the device that was asked for, with its index; by default the rank's own GPU, or the CPU.
+    """Return the requested device, with its index; by default the rank's own GPU, or the CPU.
 
-    place: host and local rank of the process; ranks beyond the number of GPUs share them in turn
-    asked: device given to ``init``; "cuda" alone leaves the index to the local rank
-    gpus:  GPUs that torch sees here
+    place:  host and local rank of the process; ranks beyond the number of GPUs share them in turn
+    asked:  device given to ``init``; "cuda" alone leaves the index to the local rank
+    gpus:   number of GPUs that torch sees here
     """
     chosen = _parse(asked) if asked is not None else torch.device("cuda" if gpus else "cpu")
     if chosen.type != "cuda":

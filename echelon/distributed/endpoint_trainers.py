@@ -1,7 +1,7 @@
-"""Trainers of a collective job that were announced by their endpoints and started without a launcher.
+"""Trainers of a collective job that are listed by their endpoints and started without a launcher.
 
-Fluid's NCCL2 mode: each trainer knows its number, the ``host:port`` of all and its own, from arguments or from the
-PADDLE_* environment. They join one torch.distributed job; rank 0 listens at the first endpoint.
+This is Fluid's NCCL2 mode: each trainer knows its index, the ``host:port`` of all and its own, from arguments or from
+the PADDLE_* environment. The trainers join one torch.distributed job; rank 0 listens at the first endpoint.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def trainer_rank_info(
     trainer_id: int | str | None = None,
     current_endpoint: str | None = None,
 ) -> RankInfo:
-    """Return this trainer's place among the announced endpoints; alone where a single trainer, or none, is announced.
+    """Return this trainer's coordinates among the listed endpoints; ``ALONE`` for a single trainer or none.
 
-    An argument wins over the environment. Inside a process that a launcher started, the environment's names tell of
-    the surrounding job and are not read.
+    An argument wins over the environment. In a process that a launcher started, variables describe the launcher's job
+    and are not read.
     """
     if PLAN_ONLY in env or VERIFY in env:
-        return ALONE  # one process stands for the job
+        return ALONE  # one process simulates the job
     if LOG_DIR in env:
         env = {}
     given = read_trainers(trainers)
@@ -62,9 +62,9 @@ def trainer_rank_info(
 
 
 def with_master_endpoint(place: RankInfo, env: Mapping[str, str], trainers: Trainers) -> RankInfo:
-    """Return the place of a worker of parameter servers, with the first trainer's endpoint to meet the others at.
+    """Return the coordinates of a parameter-server worker, with the first trainer's endpoint as the master.
 
-    Workers call one another only when they are bound (hybrid mode). A launcher's MASTER_ADDR wins over the endpoints.
+    Workers connect to one another only in hybrid mode (``bind``). A launcher's MASTER_ADDR wins over the endpoints.
     """
     given = read_trainers(trainers)
     endpoints = given if isinstance(given, tuple) else () if LOG_DIR in env else _listed(env)
@@ -74,7 +74,7 @@ def with_master_endpoint(place: RankInfo, env: Mapping[str, str], trainers: Trai
 
 
 def say_launcher_wins(place: RankInfo, trainers: Trainers) -> None:
-    """Say once for a job that ``trainers`` tells of another number of processes than its launcher has started."""
+    """Print on rank 0 that ``trainers`` differs from the number of processes that the launcher has started."""
     given = read_trainers(trainers)
     count = len(given) if isinstance(given, tuple) else given
     if count is not None and count != place.world_size and place.rank == 0:
@@ -94,7 +94,7 @@ def _announced(env: Mapping[str, str]) -> int | None:
 
 
 def _number(env: Mapping[str, str], given: int | str | None) -> tuple[str, int] | None:
-    """This trainer's number and the name by which it was given; None where it was not."""
+    """Return this trainer's index and the name of the setting that gave it; None if it was not given."""
     found = read_trainer_id(given)
     if found is not None:
         return "trainer_id", found
@@ -102,7 +102,7 @@ def _number(env: Mapping[str, str], given: int | str | None) -> tuple[str, int] 
 
 
 def _refuse_unreachable(announced: int | None, origin: str, number: tuple[str, int] | None) -> None:
-    """Refuse to train alone where several trainers were announced and nothing says how they find each other."""
+    """Raise if several trainers were announced but nothing says how they find each other."""
     remedy = (
         f"set {PADDLE_SERVERS[0]} (pservers=) for parameter servers, {PADDLE_ENDPOINTS} (trainers='HOST:PORT,...') for "
         "collective training, or start with 'echelon run'"
@@ -133,7 +133,7 @@ def _alone(env: Mapping[str, str], current_endpoint: str | None) -> RankInfo:
 
 
 def _index(number: tuple[str, int] | None, own: str, endpoints: Sequence[str]) -> int:
-    """This trainer's number, which must be its endpoint's place in the list."""
+    """Return this trainer's index, which must be the position of its endpoint in the list."""
     count, listed = len(endpoints), ",".join(endpoints)
     if own and own not in endpoints:
         raise UsageError(
@@ -160,7 +160,7 @@ def _index(number: tuple[str, int] | None, own: str, endpoints: Sequence[str]) -
 
 
 def _place(rank: int, endpoints: tuple[str, ...]) -> RankInfo:
-    """The place of one trainer; those before it on the same host have the devices before its own."""
+    """Return the coordinates of one trainer; local ranks count the trainers of the same host in list order."""
     if len(endpoints) == 1:
         return ALONE
     hosts = [_host(endpoint) for endpoint in endpoints]
@@ -179,6 +179,6 @@ def _place(rank: int, endpoints: tuple[str, ...]) -> RankInfo:
 
 
 def _host(endpoint: str) -> str:
-    """The host of an endpoint; all names of the loopback are one host."""
+    """Return the host of an endpoint; all names of the loopback count as one host."""
     host = split_endpoint(endpoint)[0].strip("[]").lower()
     return LOOPBACK if host in ("localhost", "::1") or host.startswith("127.") else host

@@ -1,4 +1,4 @@
-"""``join_ranks``: join torch.distributed with the other ranks of the job, and name those that do not come."""
+"""``join_ranks``: joins torch.distributed with the other ranks of the job, and names those that are missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.base.errors import MismatchError, PeerLost, UsageError
 from echelon.base.torch_log import quiet_torch
 from echelon.base.wait_notice import WaitNotice, name_ranks
 
-#: Seconds between two looks at whether rank 0 listens, or at which ranks have come.
+#: Seconds between two checks that rank 0 listens, and between two checks which ranks have joined.
 REACH, LOOK = 0.05, 0.01
 
 
@@ -29,7 +29,7 @@ def join_ranks(
     """Join the ranks; return the backend that all agreed on, and the group for small messages between hosts.
 
     timeout:  seconds that a collective may take
-    join:     seconds that the ranks may take to come; as ``timeout`` by default
+    join:     seconds within which all ranks must join; ``timeout`` by default
     """
     join = timeout if join is None else join
     _choose_interface(place)
@@ -52,10 +52,10 @@ def join_ranks(
 
 
 def _choose_interface(place: RankInfo) -> None:
-    """Choose Gloo's interface: the loopback for a job on one host, else the one that carries this trainer's address."""
+    """Choose Gloo's interface: loopback for a job on one host, else the one that has this trainer's address."""
     if sys.platform != "linux":
         return
-    carrier = "lo" if place.one_host else None  # nobody outside this host has business here
+    carrier = "lo" if place.one_host else None  # other hosts have no reason to connect
     if carrier is None and place.endpoints:
         from echelon.base import network
 
@@ -66,7 +66,7 @@ def _choose_interface(place: RankInfo) -> None:
 
 
 def _open_store(place: RankInfo, timeout: float) -> Store:
-    """Open the meeting point. Rank 0 serves it, on loopback when the whole job is on one host."""
+    """Open the store of the job. The launcher or rank 0 serves it, rank 0 on loopback if the job is on one host."""
     served_by_agent = os.environ.get(AGENT_STORE) == "True"
     attempt = os.environ.get(RESTART_COUNT, "0")
     if place.rank == 0 and not served_by_agent:
@@ -106,8 +106,8 @@ def _listen(place: RankInfo) -> socket.socket:
 def _reach(place: RankInfo, timeout: float, server: str) -> Store:
     """Connect to the store that another process serves.
 
-    Until something listens there, torch's own wait would print pages of C++ frames; and where a program listens that
-    does not answer, it would never end. So a socket waits for the first, and a thread makes the call.
+    Until something listens there, torch's wait would print pages of C++ frames; and if another program listens there
+    and does not answer, torch would wait forever. So a plain socket waits for a listener, and a thread makes the call.
     """
     where, deadline = _where(place), time.monotonic() + timeout
     notice = WaitNotice(f"rank {place.rank}", timeout)
@@ -145,14 +145,14 @@ def _accepts(place: RankInfo) -> bool:
 def _call(place: RankInfo, timeout: float, found: list[Store]) -> None:
     try:
         found.append(_store(place, timeout))
-    except RuntimeError:  # the caller says what it means
+    except RuntimeError:  # the caller reports it
         return
 
 
 def _roll_call(place: RankInfo, store: Store, wanted: str, timeout: float) -> str:
-    """Wait for every rank to show up, so that a missing one is named instead of waited for in silence.
+    """Wait for every rank to join, so that a missing rank is named.
 
-    Returns the backend for all: Gloo as soon as one rank cannot have NCCL (it shares its GPU, say).
+    Returns the backend for all: Gloo if any rank cannot use NCCL (because it shares its GPU, for example).
     """
     everyone = range(place.world_size)
     missing, deadline = set(everyone), time.monotonic() + timeout
@@ -177,7 +177,7 @@ def _roll_call(place: RankInfo, store: Store, wanted: str, timeout: float) -> st
 
 
 def _compare_lists(place: RankInfo, store: Store) -> None:
-    """Refuse to join trainers that were given another list: each would wait for the ranks of its own list."""
+    """Raise if trainers were given different lists: each would wait for the ranks of its own list."""
     mine = ",".join(place.endpoints)
     if not mine:
         return
@@ -190,14 +190,14 @@ def _compare_lists(place: RankInfo, store: Store) -> None:
 
 
 def _names(place: RankInfo, ranks: set[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2", each with its endpoint where the job has a list of them."""
+    """Return "rank 1" or "ranks 1, 2", each with its endpoint if the job has a list of them."""
     if not place.endpoints:
         return name_ranks(ranks)
     return ", ".join(f"rank {rank} ({place.endpoints[rank]})" for rank in sorted(ranks))
 
 
 def _where(place: RankInfo) -> str:
-    """Return the address of rank 0, by the endpoint that the user knows where there is one."""
+    """Return the address of rank 0, as the endpoint that the user gave if there is one."""
     address = f"{place.master_addr}:{place.master_port}"
     if not place.endpoints or place.endpoints[0] == address:
         return address
@@ -205,5 +205,5 @@ def _where(place: RankInfo) -> str:
 
 
 def _setting(place: RankInfo, otherwise: str) -> str:
-    """Return the name by which the user sets where rank 0 listens."""
+    """Return the name of the setting for the address of rank 0."""
     return "first endpoint of the trainers" if place.endpoints else otherwise

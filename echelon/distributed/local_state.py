@@ -1,4 +1,4 @@
-"""Holdings: what of the model this rank has. Optimizers, checkpoints and norms go by it, whatever the plan."""
+"""``LocalState``: the part of the model that this rank holds. Optimizers, checkpoints and norms use it for any plan."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.distributed.tensor_layout import Layout, Part
 
-Groups = Mapping[str, list[list[str]]]  # by optimizer, the parameters' names in each of its groups
+Groups = Mapping[str, list[list[str]]]  # by optimizer: the names of the parameters in each of its groups
 
 
 @dataclass(frozen=True)
 class Addend:
-    """One of ``count`` that make up a sum. Ranks with the same index hold the same, or parts of the same."""
+    """One of ``count`` partial sums. Ranks with the same index hold the same one, or parts of it."""
 
     index: int = 0
     count: int = 1
@@ -24,15 +24,15 @@ class Addend:
 
 @dataclass
 class LocalState:
-    """One rank's part.
+    """One rank's part of the model.
 
-    parameters: what optimizers step on, by name: a parameter, or this rank's shard of it
-    layouts:    of those that are parts of a larger whole
-    cuts:       layouts of the model's own parameters, where they are split: the same, but for shards
-    groups:     the optimizers' parameter groups as the user made them, parameters of other ranks included
-    addends:    gradients are sums over ranks in the end: until then, which addend of how many this rank has of each
-    counted:    parameters that this rank counts where every entry of the model must be counted once
-    speaks:     the same, and buffers: what this rank contributes to the whole
+    parameters:  tensors that optimizers update, by name: a parameter, or this rank's shard of it
+    layouts:     layouts of the parameters that are parts of a larger tensor
+    cuts:        layouts of the model's own split parameters: as ``layouts``, but without ZeRO shards
+    groups:      the optimizers' parameter groups as the user made them, including parameters of other ranks
+    addends:     index and number of the partial sums of each gradient before it is reduced over ranks
+    counted:     parameters that this rank counts if every element of the model must be counted once
+    speaks:      names of parameters and buffers that this rank contributes to the whole model
     """
 
     model: nn.Module
@@ -49,12 +49,12 @@ class LocalState:
         return {id(value): name for name, value in self.parameters.items()}
 
     def part(self, name: str, tensor: Tensor) -> Tensor | Part:
-        """``tensor`` (a parameter, its gradient, its optimizer state) with its place in the whole, if it has one."""
+        """Return ``tensor`` (a parameter, gradient or optimizer state) with its layout, if it is a part of a whole."""
         layout = self.layouts.get(name)
         return tensor if layout is None or tuple(tensor.shape) != layout.local_shape else Part(tensor, layout)
 
     def tensors(self) -> dict[str, Tensor | Part]:
-        """Parameters and persistent buffers under their first name; tied weights appear once."""
+        """Return parameters and persistent buffers under their first name; tied weights appear once."""
         found: dict[str, Tensor | Part] = {}
         seen: set[int] = set()
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -67,12 +67,12 @@ class LocalState:
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are here: those of other stages are stand-ins without memory."""
+    """Return the parameters that this rank holds: those of other stages are fake tensors."""
     return {name: value for name, value in model.named_parameters() if not isinstance(value.data, FakeTensor)}
 
 
 def grouped_names(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> Groups:
-    """The optimizers' parameter groups, by name."""
+    """Return the optimizers' parameter groups as lists of parameter names."""
     names = {id(value): name for name, value in model.named_parameters()}
     return {
         key: [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""The main process, rank 0: what it does first, or alone."""
+"""The main process, rank 0: work that it does first, or alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.base.errors import PeerLost, UsageError
 from echelon.distributed import world as worlds
 
 _DONE, _FAILED = "done", "failed"
-_turns = itertools.count()  # all processes make these calls in the same order
+_turns = itertools.count()  # all processes call in the same order, so the numbers agree
 
 
 def is_main_process() -> bool:
@@ -24,11 +24,11 @@ def is_main_process() -> bool:
 
 @contextlib.contextmanager
 def main_process_first(local: bool = False) -> Iterator[None]:
-    """Run the body on rank 0 first and then on all others, which find what it has left on disk.
+    """Run the body on rank 0 first and then on all others, which find on disk what rank 0 wrote.
 
-    local: the first process of each host goes first, for disks that hosts do not share
+    local:  the first process of each host goes first, for disks that hosts do not share
 
-    Others wait as long as it takes, longer than ``init(timeout=)`` if need be.
+    Other ranks wait without a limit, longer than ``init(timeout=)`` if necessary.
     """
     world = worlds.current()
     if world.size == 1:

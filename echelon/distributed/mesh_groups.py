@@ -1,4 +1,4 @@
-"""Grid: this rank's place in the plan's mesh, and the process groups along its axes."""
+"""``MeshGroups``: this rank's coordinates in the plan's mesh, and the process groups along its axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.distributed.process_groups import ProcessGroups
 
 
 class MeshGroups:
-    """One process's view of the mesh. All ranks ask for the same groups in the same order: each is made once."""
+    """One rank's view of the mesh. All ranks must request the same groups in the same order; each is made once."""
 
     def __init__(self, mesh: Mapping[str, int], order: Sequence[int], rank: int, groups: ProcessGroups) -> None:
         self._mesh, self._order, self._rank, self._groups = mesh, order, rank, groups
@@ -19,22 +19,22 @@ class MeshGroups:
         self._made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def size(self, *axes: str) -> int:
-        """How many ranks there are along these axes together."""
+        """Return the number of ranks along these axes together."""
         product = 1
         for axis in axes:
             product *= self._mesh.get(axis, 1)
         return product
 
     def index(self, *axes: str) -> int:
-        """This rank's place among them."""
+        """Return this rank's index among the ranks along these axes."""
         return self.ranks(*axes).index(self._rank)
 
     def ranks(self, *axes: str) -> list[int]:
-        """The ranks that differ from this one along ``axes`` only, this one included."""
+        """Return the ranks that differ from this one along ``axes`` only, including this one."""
         return next(line for line in rank_groups(self._mesh, self._order, axes) if self._rank in line)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """Their process group; ``None`` where this rank is alone. The same group however often it is asked for."""
+        """Return the process group along these axes; ``None`` if this rank is alone. It is made once."""
         key = tuple(axis for axis in AXES if axis in axes)
         if key not in self._made:
             everyone = self.size(*key) == self.size(*AXES) > 1 and not self._order
@@ -42,7 +42,7 @@ class MeshGroups:
         return self._made[key]
 
     def control(self, *axes: str) -> dist.ProcessGroup | None:
-        """A group of the same ranks for small messages between hosts' memories."""
+        """Return a Gloo group of the same ranks for small messages in host memory."""
         key = ("control", *(axis for axis in AXES if axis in axes))
         if key not in self._made:
             alone = self.size(*axes) == 1
@@ -50,11 +50,11 @@ class MeshGroups:
         return self._made[key]
 
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
-        """As ``group``, but with connections of its own."""
+        """Return a new group along these axes, with its own connections."""
         return None if self.size(*axes) == 1 else self._mine(rank_groups(self._mesh, self._order, axes))
 
     def among(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The ranks at these places along the stage axis, with connections of their own; ``None`` elsewhere."""
+        """Return a new group of the ranks at these positions of the stage axis; ``None`` on other ranks."""
         return self._mine(
             [[line[place] for place in places] for line in rank_groups(self._mesh, self._order, ("stage",))]
         )

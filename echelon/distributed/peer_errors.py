@@ -1,4 +1,4 @@
-"""Around what talks to other ranks: a peer that is gone is told in a line of ours."""
+"""``translate_peer_errors``: converts the error of a lost peer into a one-line ``PeerLost``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from echelon.distributed.rank_main import caused_by_peer
 
 
 class translate_peer_errors:
-    """``here`` says where this rank is, for the line. Around every step, hence no generator."""
+    """Context manager for code that communicates with other ranks.
+
+    here:  function that returns the position of this rank for the message
+
+    It is a class and not a generator because it runs in every step.
+    """
 
     __slots__ = ("_here",)
 
@@ -25,6 +30,6 @@ class translate_peer_errors:
     ) -> None:
         if not isinstance(error, RuntimeError) or not caused_by_peer(error):
             return
-        # "[file:line] Read error [address]: Connection reset by peer. Advice ..." without its ends
+        # "[file:line] Read error [address]: Connection reset by peer. Advice ...": keep the middle part
         what = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
         raise PeerLost(f"{self._here()}: lost contact with another rank ({what}); see its log") from None

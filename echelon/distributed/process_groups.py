@@ -1,4 +1,4 @@
-"""The process groups of one engine, which end with it: each holds threads and sockets."""
+"""The process groups of one engine. They are destroyed with the engine because each holds threads and sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class ProcessGroups:
-    """Makes groups and remembers them. All ranks make the same ones, in the same order."""
+    """Creates process groups and destroys them on ``close``. All ranks create the same groups in the same order."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -18,7 +18,7 @@ class ProcessGroups:
     def new(
         self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup:
-        """A group of ``ranks``, or of all; on a rank that is not in it, torch's stand-in for that."""
+        """Create a group of ``ranks``, or of all; a rank outside the group gets torch's placeholder object."""
         made: dist.ProcessGroup = dist.new_group(
             None if ranks is None else list(ranks), timeout=timeout, backend=backend or self._backend
         )
@@ -27,7 +27,7 @@ class ProcessGroups:
         return made
 
     def close(self) -> None:
-        """End them. NCCL's end with the process: to end one sooner, all ranks would have to arrive at the same time."""
+        """Destroy the Gloo groups. NCCL groups last until exit: all ranks would have to destroy one together."""
         if self._backend == "gloo" and dist.is_initialized():
             for group in self._made:
                 dist.destroy_process_group(group)

@@ -1,6 +1,6 @@
-"""Who this process is in a job with parameter servers: a worker, a server, or neither because the job has none.
+"""The role of this process in a job with parameter servers: worker, server, or "alone" if the job has no servers.
 
-Said by arguments or by the environment (``echelon run`` sets it, and so do Paddle's own launchers); an argument wins.
+Arguments or the environment give the role (``echelon run`` and Paddle's launchers set variables); arguments win.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from echelon.base.errors import UsageError, nearest
 
 Part = Literal["worker", "server", "alone"]
 
-#: The words of Paddle and ours.
+#: Paddle's names and Echelon's.
 WORDS: dict[str, Part] = {"trainer": "worker", "worker": "worker", "pserver": "server", "server": "server"}
 #: Seconds that workers and servers wait for one another at the start.
 JOIN_TIMEOUT = 300.0
-#: The session of a job that was started by hand, where nobody has named one.
+#: The session of a job that was started by hand without a session name.
 BY_HAND = "job"
 
 
 @dataclass(frozen=True)
 class Role:
-    """One process's part in the job.
+    """The role of one process in the job.
 
-    index:            the trainer's id, or the server's place in ``endpoints``
-    endpoints:        ``host:port`` of every server, in the same order everywhere; empty for "alone"
-    session:          names this run of the job; servers begin anew when another one comes
-    token:            the secret that servers ask for; '' where they ask for none
+    index:      the trainer's id, or the server's position in ``endpoints``
+    endpoints:  ``host:port`` of every server, in the same order everywhere; empty for "alone"
+    session:    name of this run of the job; servers start over when a new one arrives
+    token:      secret that servers require; '' if they require none
     """
 
     role: Part = "alone"
@@ -62,7 +62,7 @@ class Role:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it trains: a process without servers does, too."""
+        """True if this process trains: a process without servers does, too."""
         return self.role != "server"
 
 
@@ -81,7 +81,7 @@ def find_role(
     token: str | None = None,
     join_timeout: float | None = None,
 ) -> Role:
-    """This process's role, from arguments or else ``env``; "alone" when neither names a server."""
+    """Return this process's role, from arguments or else ``env``; "alone" if neither names a server."""
     env = os.environ if env is None else env
     endpoints = _endpoints(env, pservers)
     part = _part(env, role, bool(endpoints))
@@ -121,7 +121,7 @@ def _part(env: Mapping[str, str], given: str | None, has_servers: bool) -> Part:
 
 
 def _workers(env: Mapping[str, str], given: Trainers) -> int:
-    """The number of workers: as given, or counted where a list of their endpoints was given."""
+    """Return the number of workers: as given, or the length of the list of their endpoints."""
     found = read_trainers(given)
     if found is None and not env.get(PADDLE_WORLD) and not env.get("WORLD_SIZE") and env.get(PADDLE_ENDPOINTS):
         found = parse_endpoints(env[PADDLE_ENDPOINTS], "trainer")
@@ -183,5 +183,5 @@ def _join_timeout(env: Mapping[str, str], given: float | None) -> float:
 
 
 def _origin(given: object, argument: str, variable: str) -> str:
-    """Where a value came from, so that the user looks at the right place."""
+    """Return the name of the setting that gave a value, for messages."""
     return argument if given is not None else variable

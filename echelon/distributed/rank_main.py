@@ -1,9 +1,9 @@
-"""What a rank runs before the user's script: ties itself to its launcher, opens its log, tells how it ended.
+"""The main program of a rank: ties it to its launcher, opens its log, runs the user's script and records its end.
 
-Started by its path, with nothing imported but the standard library: importing the package would import torch,
-and for those seconds the rank would have neither its log nor its tie to the launcher.
+It is started by its path and imports only the standard library: importing the package would import torch, and for
+those seconds the rank would have neither its log nor its tie to the launcher.
 
-    python worker.py LAUNCHER_PID LOG_DIR script|module PROGRAM [ARGS...]
+    python rank_main.py LAUNCHER_PID LOG_DIR script|module PROGRAM [ARGS...]
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import traceback
 from types import CodeType, TracebackType
 from typing import BinaryIO
 
-#: Seconds a rank that only followed another's failure waits, so that the launcher meets the true culprit first.
+#: Seconds that a rank waits whose failure followed another rank's, so that the launcher sees the first cause first.
 LINGER = 3.0
-#: Seconds for exit handlers after a failure: one may wait for ranks that will never answer.
+#: Seconds for exit handlers after a failure: a handler may wait for ranks that will never answer.
 LAST_WORDS = 5.0
 
-#: The exit code of a rank that was asked to end and has saved (environment.REQUEUE).
+#: The exit code of a rank that was preempted and has saved (environment.REQUEUE).
 LEFT = 75
 
-#: The launcher holds these back while it starts ranks, and a process inherits what its parent holds back.
+#: Signals that the launcher blocks while it starts ranks; a process inherits the blocked signals of its parent.
 HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 
-#: Classes that say a peer has gone, wherever they stand in an exception's chain.
+#: Classes that mean a lost peer, anywhere in an exception's chain.
 PEER_CLASSES = {"PeerLost", "DistNetworkError", "DistStoreError", "DistBackendError"}
-#: Gloo and NCCL say it in plain RuntimeErrors.
+#: Messages of plain RuntimeErrors by which Gloo and NCCL report a lost peer.
 PEER_PHRASES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -73,7 +73,7 @@ def _die_with(launcher: int) -> None:
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before we asked
+        if os.getppid() != launcher:  # the launcher died before prctl
             os._exit(1)
 
 
@@ -83,12 +83,12 @@ def _log_name() -> str:
 
 
 def _starts_before() -> int:
-    """Of this very process, where they are started again one by one; of all ranks together otherwise."""
+    """Return the restarts of this process if processes are restarted one by one; otherwise those of all ranks."""
     return int(os.environ.get("ECHELON_RESTARTS") or os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def _open_log(path: str, attempt: int) -> BinaryIO:
-    """Each rank begins its own file afresh, so that hosts sharing a directory do not erase one another's."""
+    """Open the log; the first attempt empties it. Each rank does so itself, because hosts may share the directory."""
     if not attempt:
         open(path, "wb").close()
     log = open(path, "ab", buffering=0)  # noqa: SIM115 - both streams and all children append
@@ -110,12 +110,12 @@ def _direct_output(log: BinaryIO, to_console: bool) -> None:
 
 
 class Tee(io.BufferedIOBase):
-    """Bytes to the console and to the log. For all else it is the console, a terminal where that is one."""
+    """Writes bytes to the console and to the log. Other calls go to the console, which may be a terminal."""
 
     def __init__(self, console: BinaryIO, log: BinaryIO) -> None:
         self._console, self.log = console, log
         self.name = console.name
-        self.show = self._show  #: how bytes reach the console; a live progress bar puts itself in the way
+        self.show = self._show  #: writes bytes to the console; a live progress bar replaces it
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         self.log.write(data)
@@ -149,7 +149,7 @@ def _tee(stream: object, log: BinaryIO) -> io.TextIOWrapper:
 
 
 def _run(kind: str, program: str, args: list[str]) -> None:
-    """The script as ``python script.py args`` would run it, the module as ``python -m module args``."""
+    """Run a script as ``python script.py args`` does, or a module as ``python -m module args`` does."""
     sys.argv = [program, *args]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(program))
@@ -160,10 +160,10 @@ def _run(kind: str, program: str, args: list[str]) -> None:
 
 
 def _fail(error: BaseException, log: BinaryIO) -> None:
-    """The story goes to the log and to the launcher, which shows the first failing rank's; then exit with 1."""
+    """Write the error to the log and for the launcher, which shows that of the first failing rank; exit with 1."""
     secondary = caused_by_peer(error)
     story = _story(error)
-    sys.last_value = error  # as the interpreter has it: exit handlers can see that this is no good end
+    sys.last_value = error  # as the interpreter sets it: exit handlers can see that the script failed
     sys.stdout.flush()
     sys.stderr.flush()
     log.write(story.encode(errors="replace"))
@@ -177,7 +177,7 @@ def _fail(error: BaseException, log: BinaryIO) -> None:
 
 
 def caused_by_peer(error: BaseException | None) -> bool:
-    """Whether this failure is only the echo of another rank's."""
+    """Return True if this failure only follows from another rank's."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -192,13 +192,13 @@ def caused_by_peer(error: BaseException | None) -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether it is an EchelonError, whose one line says it all."""
+    """Return True for an EchelonError, which is shown as one line."""
     errors = sys.modules.get("echelon.base.errors")
     return errors is not None and isinstance(error, errors.EchelonError)
 
 
 def _story(error: BaseException) -> str:
-    """Return what is told of an error that ended the script."""
+    """Return the text for an error that ended the script."""
     trace = _from_script_on(error.__traceback__)
     if "echelon" not in sys.modules:
         return "".join(traceback.format_exception(type(error), error, trace))
@@ -208,14 +208,14 @@ def _story(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return ``train.py:41``, the place of an error of ours in the user's code."""
+    """Return ``train.py:41``, the place of an EchelonError in user code."""
     from echelon.base.user_traceback import place_of
 
     return place_of(error)
 
 
 def _from_script_on(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without this file's frames and runpy's."""
+    """Return the traceback without the frames of this file and of runpy."""
     while trace is not None and _is_frame_of_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return trace
@@ -226,7 +226,7 @@ def _is_frame_of_ours(code: CodeType) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """Its message; before it where that was, if the pipeline has noted it: long messages are cut at their end."""
+    """Return the error's message, preceded by the place if the pipeline noted one: long messages are cut at the end."""
     ours = "echelon: "
     places = [note.removeprefix(ours) for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
     return ": ".join([*places, str(error)])
@@ -239,7 +239,7 @@ def _record_end(error: BaseException, story: str, secondary: bool) -> None:
         "message": "" if plain_exit else _said(error),
         "place": _place(error) if is_ours else "",
         "ours": is_ours,
-        "traceback": "" if is_ours and not story.startswith("Traceback") else story,  # --traceback has it
+        "traceback": "" if is_ours and not story.startswith("Traceback") else story,  # for --traceback
         "secondary": secondary,
         "time": time.time(),
     }

@@ -1,4 +1,4 @@
-"""Making replicas equal: the same weights at the start, averages when they have drifted apart."""
+"""Makes replicas equal: broadcasts the initial weights, and averages replicas that have diverged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.distributed.activity import waiting
 
 
 def broadcast_state(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers."""
+    """Broadcast rank 0's parameters and buffers to every rank."""
     with torch.no_grad():
         for tensors in _by_kind([*model.parameters(), *model.buffers()]):
             flat = flatten(tensors)
@@ -24,13 +24,13 @@ def broadcast_state(model: nn.Module) -> None:
 
 
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Batch-norm statistics that were kept per replica differ between ranks; one model has one set of them."""
+    """Average the model's buffers, such as batch-norm statistics, which differ between replicas."""
     average((buffer for buffer in model.buffers() if not isinstance(buffer, FakeTensor)), group)
 
 
 @torch.no_grad()
 def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Average floating-point tensors over replicas, in place; others become those of the first."""
+    """Average floating-point tensors over replicas, in place; other tensors become those of the first replica."""
     for same in _by_kind(tensors):
         flat = flatten(same)
         with waiting("average of replicas", "", group):
@@ -43,19 +43,19 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of all of them in one row."""
+    """Return a flat copy of all tensors."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The inverse of ``flatten``, in place."""
+    """Copy the values of ``flatten``'s result back into ``tensors``."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors that can share one flat message: of one dtype, each once however many names it has."""
+    """Group tensors by dtype, so that a group fits one flat message; a tensor with several names appears once."""
     kinds: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
     for tensor in tensors:
         if tensor.numel():

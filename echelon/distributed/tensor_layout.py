@@ -1,7 +1,7 @@
-"""Layout: which part of a whole parameter a local tensor is.
+"""``Layout``: the position of a local tensor in a whole parameter.
 
-Parameters are plain local tensors; what they are a part of is noted here, beside them. So optimizers, autograd and
-every torch operation see ordinary tensors, shards may have any width, and checkpoints know where each piece belongs.
+Parameters are plain local tensors; their layout is kept beside them. So optimizers, autograd and every torch operation
+see ordinary tensors, shards may have any width, and checkpoints know the position of each piece.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Range = tuple[int, int]  # from, up to but without
+Range = tuple[int, int]  # begin, end (exclusive)
 
 
 @dataclass(frozen=True)
 class Box:
-    """One rectangular piece: where it begins in the whole, its sizes, and where it begins in the local tensor."""
+    """One rectangular piece: its offsets in the whole, its sizes, and its offsets in the local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     at: tuple[int, ...]
 
     def of(self, local: Tensor) -> Tensor:
-        """The piece as a view of the local tensor."""
+        """Return the piece as a view of the local tensor."""
         for dim, (begin, size) in enumerate(zip(self.at, self.sizes, strict=True)):
             local = local.narrow(dim, begin, size)
         return local
@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """``shape`` of the whole, and along each cut dimension the ranges that are here, one after another."""
+    """The ``shape`` of the whole, and for each cut dimension the ranges of the local tensor, in order."""
 
     shape: tuple[int, ...]
     parts: Mapping[int, tuple[Range, ...]] = field(default_factory=dict)
@@ -49,13 +49,13 @@ class Layout:
         return tuple(sum(end - begin for begin, end in self._ranges(dim)) for dim in range(len(self.shape)))
 
     def take(self, whole: Tensor) -> Tensor:
-        """A copy of this part of ``whole``."""
+        """Return a copy of this part of ``whole``."""
         for dim, ranges in self.parts.items():
             whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
         return whole.clone(memory_format=torch.preserve_format)
 
     def cut(self, dim: int, first: int, end: int) -> Layout:
-        """Of the local tensor, only ``first`` up to ``end`` along ``dim``."""
+        """Return the layout of ``first`` to ``end`` (exclusive) along ``dim`` of the local tensor."""
         kept: list[Range] = []
         at = 0
         for begin, stop in self._ranges(dim):
@@ -66,7 +66,7 @@ class Layout:
         return Layout(self.shape, {**self.parts, dim: tuple(kept) or ((0, 0),)})
 
     def boxes(self) -> Iterator[Box]:
-        """The rectangles that the local tensor consists of; none when it is empty."""
+        """Yield the boxes of the local tensor; none if it is empty."""
         along = [list(self._placed(dim)) for dim in range(len(self.shape))]
         for chosen in itertools.product(*along):
             sizes = tuple(end - begin for (begin, end), _ in chosen)
@@ -84,16 +84,16 @@ class Layout:
 
 
 class Part(NamedTuple):
-    """A local tensor together with what it is a part of."""
+    """A local tensor together with its layout."""
 
     tensor: Tensor
     layout: Layout
 
 
 def shares(total: int, parts: int, weights: tuple[float, ...] | None = None, first: int = 0) -> list[Range]:
-    """``total`` in ``parts`` consecutive ranges, as even as they can be, or as ``weights`` say.
+    """Divide ``total`` into ``parts`` consecutive ranges, as even as possible, or in proportion to ``weights``.
 
-    What does not divide goes to the parts from ``first`` on, so that the remainders of many tensors even out.
+    The remainder goes to the parts from ``first`` on, so that the remainders of many tensors even out.
     """
     if weights is None:
         size, rest = divmod(total, parts)

@@ -1,4 +1,4 @@
-"""Joining the job: ``init()`` and the questions every script asks afterwards (which rank, how many, which device)."""
+"""Joins the job: ``init()``, and the functions that return rank, world size and device afterwards."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class World:
     backend: str
     seed: int
     timeout: float
-    #: carries small host-side messages: plan hashes, checkpoint talk; ``None`` in a job of one process, and for workers
-    #: that talk to parameter servers alone (``bind`` makes them talk to one another)
+    #: carries small messages in host memory, such as plan hashes and checkpoint agreement; ``None`` in a job of one
+    #: process, and for parameter-server workers until ``bind``
     control: dist.ProcessGroup | None
     role: Role = ALONE
 
@@ -76,19 +76,19 @@ def init(
     role: str | None = None,
     current_endpoint: str | None = None,
 ) -> World:
-    """Join the job described by the launcher's environment; started without a launcher, be the whole job.
+    """Join the job described by the launcher's environment; without a launcher, the process is the whole job.
 
     ``seed`` seeds Python, numpy and torch alike on every rank, so that all ranks build the same model;
-    ``echelon.distribute`` then gives each rank its own stream for dropout and the like.
+    ``echelon.distribute`` then gives each rank its own random stream for dropout.
     ``timeout`` bounds, in seconds, every wait for another process. A second call returns the same world.
 
     ``pservers`` ("host:port,..."), ``trainers``, ``trainer_id``, ``role`` ("worker" or "server") and
-    ``current_endpoint`` place this process in a job with parameter servers; where they are left out the environment
-    says it (docs/launch.md). A server serves here until the workers are done, and its script ends with this call.
+    ``current_endpoint`` give this process its role in a job with parameter servers; they default to the environment
+    (docs/launch.md). A server serves here until the workers are done, and its script ends with this call.
 
     Without servers, ``trainers`` as the endpoints of all trainers ("host:port,..."), ``trainer_id`` and
-    ``current_endpoint`` place it in a collective job that no launcher started (Fluid's NCCL2 mode); rank 0 listens at
-    the first endpoint. The variables of a launcher win over them.
+    ``current_endpoint`` give it its rank in a collective job that no launcher started (Fluid's NCCL2 mode); rank 0
+    listens at the first endpoint. The variables of a launcher win over them.
     """
     global _world  # noqa: PLW0603 - a process belongs to one job
     if _world is not None:
@@ -112,23 +112,23 @@ def init(
 
 
 def _serve(role: Role) -> NoReturn:
-    """Be a server until the workers are done; then the script ends, too."""
+    """Serve as a parameter server until the workers are done; then end the script."""
     from echelon.parameter_server.server.process import end, serve
 
     try:
         code = serve(role)
-    except Exception as error:  # Python's own end would wait, inside gRPC, for workers that are still connected
+    except Exception as error:  # the interpreter's own exit would wait, inside gRPC, for workers still connected
         sys.excepthook(type(error), error, error.__traceback__)
         end(1)
     if code:
-        end(code)  # by a signal, and as one would end it
+        end(code)  # the server was ended by a signal, whose exit code is kept
     raise SystemExit(0)
 
 
 def bind(backend: str | None = None) -> World:
     """Join torch.distributed with the other workers of a job with parameter servers, for collectives among them.
 
-    From then on they stand and fall together: when one dies, ``echelon run`` starts all of them again.
+    From then on the workers fail together: if one dies, ``echelon run`` restarts all of them.
     """
     global _world  # noqa: PLW0603
     world = current()
@@ -146,7 +146,7 @@ def bind(backend: str | None = None) -> World:
 
 
 def current() -> World:
-    """The joined world; joins with the defaults when ``init()`` was not called."""
+    """Return the joined world; joins with the defaults if ``init()`` was not called."""
     return _world or init()
 
 
@@ -155,7 +155,7 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Leave the job. Done by itself at exit; a test or a notebook may want it earlier."""
+    """Leave the job. It runs by itself at exit; a test or a notebook may call it earlier."""
     global _world  # noqa: PLW0603
     _world = None
     if dist.is_initialized():
@@ -163,61 +163,61 @@ def shutdown() -> None:
 
 
 def forget() -> None:
-    """Leave the parent's job, in a process that was forked.
+    """Leave the parent's job, in a forked process.
 
-    The object is kept: its process group would wait for threads that were not forked.
+    The object is kept: destroying its process group would wait for threads that were not forked.
     """
     global _world, _parents_world
     _world, _parents_world = None, _world
 
 
 def _leave() -> None:
-    """At exit: Gloo's threads let go of their last messages, and need the interpreter for it.
+    """Leave the job at exit, and give Gloo's threads time to release their last messages, for which they need the GIL.
 
-    One that asks while Python is already finalizing brings the process down (seen as SIGABRT in
-    AsyncWork's destructor, once in four runs that end right after a collective). Sleeping frees the interpreter.
+    A thread that requests the GIL while Python is already finalizing aborts the process (seen as SIGABRT in AsyncWork's
+    destructor, once in four runs that end right after a collective). Sleeping releases the GIL.
     """
     shutdown()
     time.sleep(0.1)
 
 
 def rank() -> int:
-    """Index of this process among all processes of the job."""
+    """Return the index of this process among all processes of the job."""
     return _place().rank
 
 
 def world_size() -> int:
-    """Number of processes in the job."""
+    """Return the number of processes in the job."""
     return _place().world_size
 
 
 def local_rank() -> int:
-    """Index of this process among those on its host."""
+    """Return the index of this process among those on its host."""
     return _place().local_rank
 
 
 def node_rank() -> int:
-    """Index of this process's host."""
+    """Return the index of this process's host."""
     return _place().node_rank
 
 
 def worker_index() -> int:
-    """Fleet's name for ``rank()``."""
+    """Return ``rank()``, under Fleet's name."""
     return rank()
 
 
 def worker_num() -> int:
-    """Fleet's name for ``world_size()``."""
+    """Return ``world_size()``, under Fleet's name."""
     return world_size()
 
 
 def is_first_worker() -> bool:
-    """Whether this is rank 0: the one that prints and writes shared files."""
+    """Return True on rank 0, the process that prints and writes shared files."""
     return rank() == 0
 
 
 def worker_endpoints() -> list[str]:
-    """``host:port`` of every worker, as the launcher or the script wrote them; empty where neither did."""
+    """Return ``host:port`` of every worker, as given by the launcher or the script; empty if neither gave them."""
     if _world and _world.place.endpoints:
         return list(_world.place.endpoints)
     text = os.environ.get(PADDLE_ENDPOINTS, "")
@@ -225,32 +225,32 @@ def worker_endpoints() -> list[str]:
 
 
 def device() -> torch.device:
-    """The device this process trains on."""
+    """Return the device this process trains on."""
     return current().device
 
 
 def is_server() -> bool:
-    """Whether this process is a parameter server."""
+    """Return True if this process is a parameter server."""
     return _role().is_server
 
 
 def is_worker() -> bool:
-    """Whether this process trains: in a job without servers every one does."""
+    """Return True if this process trains: in a job without servers every process does."""
     return _role().is_worker
 
 
 def server_endpoints() -> list[str]:
-    """``host:port`` of every parameter server; empty in a job without."""
+    """Return ``host:port`` of every parameter server; empty in a job without servers."""
     return list(_role().endpoints)
 
 
 def server_num() -> int:
-    """Number of parameter servers."""
+    """Return the number of parameter servers."""
     return len(_role().endpoints)
 
 
 def barrier() -> None:
-    """Wait until every process of the job is here."""
+    """Wait until every process of the job has arrived."""
     world = current()
     if world.control is None and world.size > 1:
         raise UsageError(
@@ -263,7 +263,7 @@ def barrier() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch. A negative seed is refused by numpy, so it is folded into 32 bits."""
+    """Seed Python, numpy and torch. Numpy refuses negative seeds, so the seed is reduced to 32 bits for numpy."""
     import numpy
 
     random.seed(seed)
@@ -272,7 +272,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_for_rank(seed: int, rank: int) -> None:
-    """Every rank its own dropout. Rank 0 keeps the stream it has: the one that one process would have."""
+    """Seed each rank differently, for dropout. Rank 0 keeps its stream, which is that of a single process."""
     if rank:
         seed_everything(seed + 1_000_003 * rank)
 
@@ -288,7 +288,7 @@ def _role() -> Role:
 def _place_of(
     role: Role, trainers: Trainers = None, trainer_id: int | str | None = None, current_endpoint: str | None = None
 ) -> RankInfo:
-    """The place of this process: among servers' workers, in its launcher's job, or among the announced trainers."""
+    """Return the coordinates of this process: from its worker role, its launcher, or the list of trainers."""
     if role.role == "worker":
         return with_master_endpoint(worker_rank_info(role.index, role.workers), os.environ, trainers)
     place = detect_rank_info()
@@ -308,16 +308,16 @@ def _take_device(place: RankInfo, asked: str | torch.device | None) -> torch.dev
 
 
 def _choose_backend(place: RankInfo, chosen: torch.device) -> str:
-    """NCCL wants a GPU of its own for every rank; several ranks on one GPU talk through Gloo."""
+    """Return the backend: NCCL needs one GPU per rank, so several ranks on one GPU use Gloo."""
     if chosen.type != "cuda" or not dist.is_nccl_available():
         return "gloo"
     return "nccl" if place.local_world_size <= torch.cuda.device_count() else "gloo"
 
 
 def _joined(world: World, backend: str | None) -> World:
-    """The same world, its processes joined by torch.distributed."""
+    """Join torch.distributed; return the world with backend and control group."""
     if mark := os.environ.get(BOUND_MARK):
-        Path(mark).touch()  # from now on others may wait for us
+        Path(mark).touch()  # from now on other workers may wait for this one
     wanted = backend or _choose_backend(world.place, world.device)
     join = world.role.join_timeout if world.role.endpoints else world.timeout
     agreed, control = join_ranks(world.place, world.device, wanted, world.timeout, join)

@@ -1,4 +1,4 @@
-"""Replicas that a script feeds the same samples: a warning in the first steps."""
+"""Warns in the first steps if a script feeds the same samples to several replicas."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-#: steps in which it must be so: a batch may be the same by chance
+#: Consecutive steps with equal batches before the warning, because a single batch may be equal by chance.
 CONFIRMED = 2
 
 
 class DuplicateBatchCheck:
-    """Compares what ranks were fed by the script itself, not by engine.loader().
+    """Compares the batches that the script itself, not ``engine.loader()``, feeds to the ranks.
 
-    Each rank tells its replica, a checksum of its batch or None, and what ``LoaderWatch.undealt`` says; nothing where
-    its batch came from engine.loader().
+    Each rank sends its replica index, a checksum of its batch or None, and the result of ``LoaderWatch.undealt``.
+    A rank whose batch comes from ``engine.loader()`` sends an empty list.
     """
 
     def __init__(self) -> None:
         self._times, self._has_told = 0, False
 
     def remark(self, fed: Sequence[Sequence[Any]]) -> str | None:
-        """Return a line, once, where replicas were fed alike in ``CONFIRMED`` steps."""
+        """Return a warning, once, if replicas were fed the same data in ``CONFIRMED`` consecutive steps."""
         same = next(_pairs_alike(fed, 1), None)
         undealt = next(_pairs_alike(fed, 2), None)
         pair = same or undealt
@@ -44,7 +44,7 @@ class DuplicateBatchCheck:
 
 
 def _pairs_alike(fed: Sequence[Sequence[Any]], at: int) -> Iterator[tuple[int, int]]:
-    """Yield ranks of different replicas that tell the same."""
+    """Yield pairs of ranks of different replicas whose entries at index ``at`` are equal."""
     known = [(rank, one) for rank, one in enumerate(fed) if one and one[at] is not None]
     for (first, one), (second, other) in combinations(known, 2):
         if one[0] != other[0] and one[at] == other[at]:

@@ -1,4 +1,4 @@
-"""Keeping a run: its whole training state into a checkpoint, and out of one again."""
+"""Saves the whole training state of a run into checkpoints and restores it from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from echelon.engine.lr_schedules import LRSchedulers
 from echelon.engine.overridden_values import UserHyperparameters
 from echelon.parallel.data.dgc import SparseMomentum
 
-if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run that keeps anything pays for it
+if TYPE_CHECKING:  # the checkpoint modules take 0.5 s to import, so only a run that saves imports them
     from echelon.checkpoint import Stored, Writer
     from echelon.engine.in_memory.state_sources import StateSources
     from echelon.engine.parallelize import ParallelModel
@@ -43,24 +43,24 @@ if TYPE_CHECKING:  # checkpoints bring in half a second of torch; only a run tha
 
 
 class CheckpointManager:
-    """Knows every part of a run that has state, from the weights to the random streams."""
+    """Saves and restores all state of a run: weights, optimizers, schedulers, loaders, RNG streams and more."""
 
     def __init__(self, world: World, stream: int, schedules: LRSchedulers, settings: Checkpoint | None) -> None:
         self._world, self.stream = world, stream
         self._schedules, self._settings = schedules, settings
-        self.beginning = ElasticState(None, world.size)  #: what training began with
+        self.beginning = ElasticState(None, world.size)  #: ranks and batch sizes that training began with
         self._writers: dict[Path, Writer] = {}
         self._loaders: list[Loader] = []
         self._loader_states: list[dict[str, Any]] = []
-        self.average: EmaWeights | None = None  #: a moving average of the weights, where the run has one
-        self.copies_averages = False  #: whether copies of the state are made in memory
-        self._loaded: Stored | None = None  # a checkpoint whose average nobody has asked for yet
+        self.average: EmaWeights | None = None  #: moving average of the weights; None without one
+        self.copies_averages = False  #: True if in-memory snapshots are taken
+        self._loaded: Stored | None = None  # a checkpoint whose averaged weights have not been restored yet
         self.given = UserHyperparameters()
         self.claims = DirectoryLocks(world.control, writes=world.rank == 0)
-        self.saved: Callable[[Path], None] | None = None  #: told when a checkpoint is complete, perhaps from a thread
+        self.saved: Callable[[Path], None] | None = None  #: called when a checkpoint is complete, maybe from a thread
 
     def takes(self, parts: ParallelModel) -> None:
-        """From now on, keep these."""
+        """Set the parallel model whose state is saved and restored from now on."""
         self._holdings, self._optimizers, self._gradients = parts.holdings, parts.optimizers, parts.gradients
         self._scaler, self._local = parts.scaler, parts.local
         self._compressors = {key: o for key, o in parts.optimizers.items() if isinstance(o, SparseMomentum)}
@@ -71,11 +71,11 @@ class CheckpointManager:
 
     @property
     def kept_in(self) -> str | None:
-        """The directory of the run's own checkpoints."""
+        """The directory of automatic checkpoints; None without one."""
         return self._settings.dir if self._settings is not None else None
 
     def due(self, step: int) -> bool:
-        """Whether the run asked for a checkpoint at this step. The first step claims the directory."""
+        """Return True if an automatic checkpoint is due at this step. The first call locks the directory."""
         if self._settings is None or not self._settings.every:
             return False
         if not self.claims:
@@ -83,7 +83,7 @@ class CheckpointManager:
         return step % self._settings.every == 0
 
     def register(self, loader: Loader) -> None:
-        """Keep this loader's position too. Loaders are told apart by the order in which they were made."""
+        """Save the position of this loader, too. Loaders are identified by the order in which they were created."""
         index = len(self._loaders)
         self._loaders.append(loader)
         if index < len(self._loader_states):
@@ -91,8 +91,10 @@ class CheckpointManager:
         self.given.compare_batch(index, loader, self.claims.say)
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this rank alone has of weights and optimizer state, where ranks step alone. To be asked before ranks
-        show their average."""
+        """Return a copy of this rank's own weights and optimizer state under local SGD, else an empty dict.
+
+        The caller must call this method before the weights are replaced by their average.
+        """
         if self._local is None:
             return {}
         own = model_tensors(self._holdings) | optimizer_state(self._holdings, self._optimizers)[0]
@@ -114,7 +116,7 @@ class CheckpointManager:
         if served is not None:
             from echelon.checkpoint.directory import final_path
 
-            if served.dense and served.worker != 0:  # its weights are everybody's, and so is its place in the data
+            if served.dense and served.worker != 0:  # all workers have the same weights and the same data position
                 return final_path(Path(place), step)
         self.claims.take(Path(place))
         tensors, facts = self._state(step, own)
@@ -122,14 +124,14 @@ class CheckpointManager:
             served.save(Path(place), step, alone=served.dense or self._world.rank == 0)
         facts["servers"] = served.saved_as(step) if served is not None else None
         if wait is None and any(getattr(optimizer, "fills_host", False) for optimizer in self._optimizers.values()):
-            wait = True  # there is no room for a second copy, from which to write in the background
+            wait = True  # host memory has no room for the second copy that a background write needs
         path = self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
         if served is not None and self._world.rank == 0:
             served.forget_saves(Path(place))
         return path
 
     def peek(self, source: str | Path | Stored) -> Stored:
-        """Only let loaders go on from there; the rest can be restored when there is a place for it."""
+        """Restore only loaders and elastic state; the rest is restored after the model is partitioned."""
         stored = _opened(source)
         self.beginning.restore(stored.facts.get("elastic"))
         self.given.resume(stored.facts.get("given"))
@@ -139,7 +141,7 @@ class CheckpointManager:
     def load(
         self, source: str | Path | Stored, loaders: bool = True, served: ParameterServerSession | None = None
     ) -> Stored:
-        """Restore everything; returns what it was restored from."""
+        """Restore the whole state and return the checkpoint it came from."""
         stored = _opened(source)
         stored.load(model_tensors(self._holdings))
         self._restore_statistics(stored)
@@ -162,11 +164,11 @@ class CheckpointManager:
 
     @property
     def holds_average(self) -> bool:
-        """Return True if the checkpoint loaded last has averaged weights that were not asked for yet."""
+        """True if the checkpoint loaded last has averaged weights that were not restored yet."""
         return self._loaded is not None
 
     def average_from(self, step: int) -> Stored | None:
-        """Return the checkpoint whose averaged weights are those after ``step``, if that was loaded."""
+        """Return the loaded checkpoint if its unrestored averaged weights are those after ``step``, else None."""
         stored, self._loaded = self._loaded, None
         return stored if stored is not None and stored.step == step else None
 
@@ -178,7 +180,7 @@ class CheckpointManager:
             self._loaded = stored
 
     def pack_worker_state(self, step: int) -> bytes:
-        """What this process needs to go on after ``step`` when others keep the weights."""
+        """Serialize the state that a worker needs to resume after ``step``; parameter servers keep the weights."""
         tensors = random_state(self.stream, self._world.device)
         tensors |= {f"buffer.{name}": value for name, value in self._buffers.items()}
         facts = {
@@ -190,7 +192,7 @@ class CheckpointManager:
         return to_bytes(tensors, facts)
 
     def restore_worker_state(self, left: bytes) -> int:
-        """Go on from what ``pack_worker_state`` made; returns its step."""
+        """Restore the state that ``pack_worker_state`` serialized and return its step."""
         tensors, facts = from_bytes(left)
         random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
         restore_random_state(self.stream, self._world.device, random)
@@ -203,13 +205,13 @@ class CheckpointManager:
         return int(facts["step"])
 
     def place_loaders(self, states: list[dict[str, Any]]) -> None:
-        """Let the loaders, those that are made later too, go on from there."""
+        """Restore the positions of the loaders, including loaders that are created later."""
         self._loader_states = states
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)
 
     def kept(self) -> list[Path]:
-        """Where the same command, given again, goes on from: the newest checkpoint first."""
+        """Return the checkpoints that the same command can resume from, newest first."""
         if self._settings is None or not self._settings.resume:
             return []
         from echelon.checkpoint.directory import complete
@@ -217,11 +219,11 @@ class CheckpointManager:
         return [path for _, path in sorted(complete(Path(self._settings.dir)).items(), reverse=True)]
 
     def verify(self, checkpoint: Path) -> None:
-        """Read all of it; raises ``Damaged``."""
+        """Read the whole checkpoint. Raises ``Damaged``."""
         _opened(checkpoint).verify()
 
     def newest_step(self) -> int:
-        """Of the checkpoints; 0 where there is none, or the newest cannot be trusted."""
+        """Return the step of the newest checkpoint; 0 if there is none or the newest is damaged."""
         try:
             return next((_opened(path).step for path in self.kept()), 0)
         except Damaged:
@@ -239,7 +241,7 @@ class CheckpointManager:
 
     @property
     def sources(self) -> StateSources:
-        """Where the tensors that stay between updates lie."""
+        """The locations of the tensors that persist between updates."""
         from echelon.engine.in_memory.state_sources import StateSources
 
         self.copies_averages = True
@@ -248,14 +250,14 @@ class CheckpointManager:
 
     @property
     def together(self) -> bool:
-        """Whether all ranks have the same weights now: where they step alone, only when they have just met."""
+        """True if all ranks have the same weights now; under local SGD only right after an averaging step."""
         return self._local is None or self._local.since == 0
 
     def random_tensors(self) -> dict[str, Tensor]:
         return random_state(self.stream, self._world.device)
 
     def own_statistics(self) -> dict[str, Tensor]:
-        """Buffers that each replica has for itself, under its rank."""
+        """Return the buffers of this replica, such as its batch-norm statistics, under names with its rank."""
         return {
             f"own.{self._world.rank}.{name.removeprefix('model.')}": _plain(value)
             for name, value in model_tensors(self._holdings).items()
@@ -263,12 +265,15 @@ class CheckpointManager:
         }
 
     def raise_if_not_finite(self, source: Stored) -> None:
-        """Raise ``Damaged`` where this rank has read a NaN or an infinity that training cannot have begun with."""
+        """Raise ``Damaged`` if this rank has read a NaN or an infinity that was not there when training began."""
         if (found := self._finite.find(self.own_tensors()[0])) is not None:
             raise Damaged(f"{source.title} is of no use: after step {source.step} {self._finite.describe(found)}")
 
     def _state(self, step: int = 0, own: State | None = None) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
-        """All ranks know together whether theirs may be kept: a finite loss may have had an infinite gradient."""
+        """Return the tensors and facts of a checkpoint.
+
+        Raises on all ranks if the state of one rank is not finite: a finite loss may have had an infinite gradient.
+        """
         tensors, optimizers = self.own_tensors()
         mine, shared = self.own_facts(optimizers)
         mine["gradients"] = self._gradients.facts()
@@ -279,7 +284,7 @@ class CheckpointManager:
         return tensors, merged_facts([each for each, _ in everyone], shared)
 
     def own_tensors(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
-        """The tensors of the training state that this rank has, and what it knows of the optimizers."""
+        """Return the tensors of the training state on this rank, and its facts about the optimizers."""
         rank = self._world.rank
         kept, optimizers = optimizer_state(self._holdings, self._optimizers)
         tensors: dict[str, Tensor | Part] = {
@@ -298,9 +303,9 @@ class CheckpointManager:
         return tensors, optimizers
 
     def own_facts(self, optimizers: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What this rank knows for itself, and what all ranks know alike (see ``merged_facts``).
+        """Return the facts of this rank, and the facts that are equal on all ranks (see ``merged_facts``).
 
-        On a GPU, numbers among the gradients' facts are tensors still.
+        On a GPU, numbers among the facts about gradients are still tensors.
         """
         mine: dict[str, Any] = {
             "gradients": self._gradients.numbers(),
@@ -320,13 +325,16 @@ class CheckpointManager:
         return mine, shared
 
     def _facts_of_rank(self, stored: Stored) -> dict[str, Any]:
-        """What this rank noted; on another number of ranks, what rank 0 noted."""
+        """Return the stored facts of this rank, or those of rank 0 if the number of ranks has changed."""
         same = stored.world_size == self._world.size
         mine: dict[str, Any] = stored.facts["ranks"][self._world.rank if same else 0]
         return mine
 
     def _own_prefix(self, stored: Stored) -> str:
-        """Ranks that stepped alone have weights and optimizer state of their own, unless their number has changed."""
+        """Return the name prefix of this rank's own weights and optimizer state; "" if it must use the shared state.
+
+        Only local SGD stores state per rank, and only the same number of ranks can restore it.
+        """
         prefix = f"local.{self._world.rank}."
         alone = self._local is not None and stored.world_size == self._world.size
         return prefix if alone and any(name.startswith(prefix) for name in stored.names()) else ""
@@ -350,7 +358,7 @@ class CheckpointManager:
 
     @torch.no_grad()
     def _restore_statistics(self, stored: Stored) -> None:
-        """Buffers that every replica had for itself; on another number of ranks, their mean, as in a checkpoint."""
+        """Restore the buffers of each replica; if the number of ranks has changed, restore their mean."""
         own = sorted(name.split(".", 2)[1] for name in stored.names() if name.startswith("own."))
         if stored.world_size == self._world.size:
             own = [str(self._world.rank)]
@@ -361,7 +369,10 @@ class CheckpointManager:
                 value.copy_(mean)
 
     def _inherited(self, stored: Stored) -> list[int]:
-        """Whose sums this rank goes on with: its own; on another number of ranks, rank 0 takes those of all."""
+        """Return the ranks whose DGC residuals this rank loads.
+
+        If the number of ranks has changed, rank 0 loads those of all ranks.
+        """
         if stored.world_size == self._world.size:
             return [self._world.rank]
         return list(range(stored.world_size)) if self._world.rank == 0 else []
@@ -377,7 +388,10 @@ class CheckpointManager:
         restore_optimizers(self._optimizers, self._holdings, stored.facts["optimizers"], names, read)
 
     def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """This rank's merged gradients. They are addends, so where there are more or fewer the first takes them all."""
+        """Yield the accumulated gradients that this rank loads, each as a name and a function that reads it.
+
+        Accumulated gradients are partial sums. If their count has changed, the rank with addend 0 loads all of them.
+        """
         for full in [name for name in stored.names() if name.startswith("merge.")]:
             _, index, count, name = full.split(".", 3)
             mine = self._holdings.addends.get(name)
@@ -389,15 +403,16 @@ class CheckpointManager:
         return stored.read(full) if layout is None else stored.read_part(full, layout)
 
     def _gradient_layout(self, name: str) -> Layout | None:
-        """Merged gradients are those of parameters; of shards only where each pass is reduced at once."""
+        """Return the layout of an accumulated gradient: that of the shard if every pass is reduced, else that of the
+        parameter."""
         return (self._holdings.layouts if self._gradients.holds_sums else self._holdings.cuts).get(name)
 
     def _restore_random(self, stored: Stored) -> None:
-        """By stream and not by rank: those that share a batch must go on alike, in whatever layout it was saved."""
+        """Restore the RNG state by stream, not by rank: ranks that share a batch must draw the same numbers."""
         mine = _read(stored, f"rng.{self.stream}.", drop="")
         if mine and stored.world_size == self._world.size:
             restore_random_state(self.stream, self._world.device, mine)
-        else:  # other ranks, other streams; they start afresh from the seed and the step
+        else:  # another number of ranks has other streams; they are seeded from the seed and the step
             seed_for_rank(self._world.seed + stored.step, self.stream)
 
     def _writer(self, directory: Path) -> Writer:
@@ -419,10 +434,10 @@ class CheckpointManager:
 
 
 def merged_facts(ranks: Sequence[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a checkpoint: what every rank knows for itself, and what all know alike."""
+    """Return the facts of a checkpoint: the facts of each rank, and the facts that are equal on all ranks."""
     optimizers = {
         key: {**of, "values": {name: value for rank in ranks for name, value in rank["values"][key].items()}}
-        for key, of in shared["optimizers"].items()  # each rank knows the values of the parameters it holds
+        for key, of in shared["optimizers"].items()  # each rank has the values of the parameters it holds
     }
     alone = [{key: value for key, value in rank.items() if key != "values"} for rank in ranks]
     return {**shared, "ranks": alone, "optimizers": optimizers}
@@ -439,5 +454,5 @@ def _plain(value: Tensor | Part) -> Tensor:
 
 
 def _read(stored: Stored, prefix: str, drop: str) -> dict[str, Tensor]:
-    """The stored tensors whose names begin so, under their names without ``drop``."""
+    """Read the stored tensors whose names begin with ``prefix``; ``drop`` is removed from their names."""
     return {name.removeprefix(drop): stored.read(name) for name in stored.names() if name.startswith(prefix)}

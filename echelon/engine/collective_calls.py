@@ -1,5 +1,7 @@
-"""Before step 0 every rank shows its Plan, and in the first steps which call it makes; ranks that differ are told where
-they part."""
+"""Checks that all ranks have the same Plan and make the same collective calls.
+
+The plans are compared before step 0, the calls in the first steps. Errors name the first difference.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ from echelon.observability.stall.diagnose import advice
 from echelon.plan import Plan
 from echelon.plan.plan import first_difference
 
-#: Steps in which all ranks say what they call before they begin; with ECHELON_CHECK=1 in all of them.
+#: Number of per-step calls that all ranks compare before they begin; with ECHELON_CHECK=1 they compare all calls.
 FIRST_STEPS = 3
-#: Calls that a loop makes in every step. Others are rare, and always answer the roll.
+#: Calls that a loop makes in every step. Other calls are rare and are always compared.
 PER_STEP = frozenset({"step", "update", "reduce", "grad_norm", "clip_grad_norm_", "clip_grad_value_"})
 
 
 def check_same_plan(plan: Plan, group: dist.ProcessGroup) -> None:
-    """Raise on every rank when one rank's plan differs from rank 0's, naming the first such rank and difference."""
+    """Raise ``MismatchError`` on every rank if a plan differs from rank 0's; the error names the first difference."""
     hashes = gather_json(plan.hash, group)
     strangers = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
     if not strangers:
@@ -45,7 +47,7 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup) -> None:
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
-    """Raise when the ranks that work on one batch together were given different ones."""
+    """Raise ``DataError`` if the ranks that share one batch were given different batches."""
     if group is None:
         return
     found = gather_json([_looks(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)], group)
@@ -66,13 +68,13 @@ def _looks(leaf: Tensor) -> list[Any]:
 
 
 class RollCall:
-    """All ranks say which call they are about to make: one that makes another would leave the rest waiting for ever.
+    """Compares the next collective call of all ranks, because ranks that make different calls would wait forever.
 
-    Steps are asked in the beginning only, to spare them the time. Rare calls always answer, and on connections of their
-    own: one that meets a rank's step there waits, and the stall watch tells so; on those of training, messages of
-    different calls would be taken for one another.
+    Steps are compared only at the beginning, to save time. Rare calls are always compared, over a process group of
+    their own. If a rare call meets a step of another rank, it waits there, and the stall detector reports it. On the
+    groups of training, messages of different calls would be mixed up.
 
-    make: makes these connections, on all ranks together; ``None`` where no rank waits for others
+    make: function that creates the process group, called on all ranks together; ``None`` if no rank waits for others
     """
 
     def __init__(self, make: Callable[[], dist.ProcessGroup] | None) -> None:
@@ -83,14 +85,16 @@ class RollCall:
         self._alike = DuplicateBatchCheck()
 
     def open(self) -> None:
-        """Now, while all ranks are surely there: who makes connections to a rank that is gone waits for the time limit,
-        where one that has them hears of its end at once."""
+        """Create the process group now, while all ranks are alive.
+
+        Connecting to a dead rank takes until the timeout, while an existing connection reports its end at once.
+        """
         if self._make is not None and self._group is None:
             self._group = self._make()
 
     @property
     def silent(self) -> bool:
-        """Whether steps and updates are asked no more."""
+        """True if steps and updates are no longer compared."""
         return self._make is None or (self._left <= 0 and not self._always)
 
     def answer(
@@ -103,13 +107,15 @@ class RollCall:
         data: Sequence[DatasetFingerprint | None] = (),
         fed: Sequence[Any] = (),
     ) -> str | None:
-        """Raise on every rank when one makes another call than rank 0, or at another step. A line of what may go on,
-        but is hardly meant.
+        """Compare this call on all ranks and return a warning for legal but probably unintended differences.
 
-        what:    what else must be the same: which optimizer
-        sharers: the ranks that were given one batch together
-        data:    what is dealt out to all ranks, one data set after the other
-        fed:     what the script has fed this rank by itself, see ``DuplicateBatchCheck``
+        Raises ``MismatchError`` on every rank if one rank makes another call than rank 0, or calls at another step.
+
+        what:    other text that must be equal, such as the optimizer's name
+        batch:   arguments of the call; their shapes are compared between ``sharers``
+        sharers: ranks that share one batch
+        data:    fingerprints of the datasets that are divided among all ranks
+        fed:     description of a batch that the script itself has fed to this rank, see ``DuplicateBatchCheck``
         """
         if self._make is None or not self._asked(call):
             return None
@@ -156,7 +162,11 @@ def _compare_shapes(found: list[Any]) -> None:
 
 
 def _compare_data(found: Sequence[Any]) -> str | None:
-    """Each rank takes its share of an order that it makes by itself: of other data, it would be a share of nothing."""
+    """Compare the datasets of all ranks and return a warning if their contents or orders differ.
+
+    Each rank computes the global order itself and takes its share, so all ranks need the same dataset. Raises
+    ``DataError`` if the sizes differ.
+    """
     known = {rank: DatasetFingerprint(*data) for rank, data in enumerate(found) if data is not None}
     first = min(known, default=0)
     for rank, data in known.items():
@@ -188,7 +198,7 @@ def _compare_data(found: Sequence[Any]) -> str | None:
 
 
 class CollectiveCaller(Protocol):
-    """What makes calls that all ranks make together."""
+    """An object with collective calls, such as an engine."""
 
     steps: int
 
@@ -199,7 +209,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def collective_call(phase: str) -> Callable[[Call], Call]:
-    """For a call that all ranks make together: others can see that this rank is in it, and it begins with the roll."""
+    """Mark a method as a collective call: publish it as this rank's activity and compare it on all ranks first."""
 
     def wrap(method: Call) -> Call:
         call = method.__name__

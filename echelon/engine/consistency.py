@@ -1,4 +1,4 @@
-"""Company: the other ranks, as an engine meets them: its connections to them, and what is said where they part."""
+"""``ConsistencyChecker``: an engine's process groups, and the checks that all ranks do the same."""
 
 from __future__ import annotations
 
@@ -32,41 +32,43 @@ CLOSED = "the engine is closed and trains no more; call distribute() for another
 
 
 class ConsistencyChecker:
-    """step: the one that this rank is in, or is about to begin
-    warn: told what ranks hardly mean to do
+    """Checks that all ranks make the same calls on matching data, and owns the engine's process groups.
+
+    step: returns the step that this rank is in or is about to begin
+    warn: callback for legal but suspicious differences between ranks
     """
 
     def __init__(
         self, world: World, groups: ProcessGroups, step: Callable[[], int], warn: Callable[[str], None]
     ) -> None:
         self._rank, self._step, self._warn = world.rank, step, warn
-        self._data: list[Callable[[], DatasetFingerprint | None]] = []  # that ranks have not compared yet
-        self._replica: int | None = None  # known with the plan
-        self.is_fed: Callable[[str], bool] = lambda call: True  #: True where the batch comes from engine.loader()
-        self._groups: ProcessGroups | None = groups  # None when closed
+        self._data: list[Callable[[], DatasetFingerprint | None]] = []  # datasets that were not compared yet
+        self._replica: int | None = None  # None until the plan is known
+        self.is_fed: Callable[[str], bool] = lambda call: True  #: True if the batch comes from engine.loader()
+        self._groups: ProcessGroups | None = groups  # None after close
         limit = timedelta(seconds=world.timeout)
         self._roll = RollCall(partial(groups.new, None, "gloo", limit) if world.control is not None else None)
-        self._local: LocalSgdAverager | None = None  # ranks step alone, and answer the roll when they meet
-        self._sharers: Sequence[int] = ()  # the ranks that work on one batch together
-        self._strangers: dist.ProcessGroup | None = None  # the same, until they have compared their first batches
-        self._has_own_loop = False  # of the user
-        self.remarks: list[str] = []  #: lines of this rank's that no rank has said yet
+        self._local: LocalSgdAverager | None = None  # set under local SGD, where ranks compare calls when they average
+        self._sharers: Sequence[int] = ()  # the ranks that share one batch
+        self._strangers: dist.ProcessGroup | None = None  # group of these ranks, until the first batches are compared
+        self._has_own_loop = False  # True if user code calls backward and update
+        self.remarks: list[str] = []  #: warnings of this rank that were not logged yet
 
     @property
     def groups(self) -> ProcessGroups:
-        """What makes connections, until they are let go of."""
+        """The process groups of the engine. Raises ``UsageError`` after ``close``."""
         if self._groups is None:
             raise UsageError(CLOSED)
         return self._groups
 
     def meet(self) -> None:
-        """Make the connections of the roll call; see there."""
+        """Create the process group of the roll call on all ranks (see ``RollCall.open``)."""
         self._roll.open()
-        if VERIFY not in os.environ:  # which follows DataLoaders itself
+        if VERIFY not in os.environ:  # 'echelon verify' tracks DataLoaders itself
             loader_watch.open()
 
     def takes(self, plan: Plan, grid: MeshGroups, local: LocalSgdAverager | None) -> None:
-        """Go by this plan."""
+        """Use this plan from now on."""
         self._replica = grid.index(*plan.data_axes)
         if plan.in_parts:
             axes = [axis for axis in ("stage", "split") if axis not in plan.data_axes]
@@ -76,12 +78,13 @@ class ConsistencyChecker:
             local.before_meeting = lambda: self._answer("step")
 
     def register_dataset(self, data: Callable[[], DatasetFingerprint | None]) -> None:
-        """To all ranks, in training: for the next roll call, if there is one."""
+        """Register a training dataset for comparison in the next roll call, if there is one."""
         if not self._roll.silent:
             self._data.append(data)
 
     def answer_roll(self, call: str, *args: Any, **named: Any) -> None:
-        """In the first steps, say which call this rank is about to make; where ranks step alone, when they meet."""
+        """Compare the next call of all ranks; per-step calls only in the first steps, and under local SGD only when
+        ranks average."""
         self._has_own_loop |= call in PER_STEP and call != "step"
         if self._groups is None or ((self._local or self._roll.silent) and call in PER_STEP):
             return
@@ -91,11 +94,11 @@ class ConsistencyChecker:
             self._answer(call, repr(which) if which else "", (args, named), sharers)
 
     def attend(self, layer: str, call: str = FORWARD) -> None:
-        """Before this batch norm exchanges numbers: in a pass of the user's, ask whether all ranks run it.
+        """Check that all ranks run this batch norm before it communicates in a forward pass of user code.
 
-        A rank that samples by itself would take the next step's messages for its own; Gloo aborts a process where they
-        have other sizes. Loops of the user's are asked in the first steps, and later without gradients only: their
-        passes are the training itself.
+        A rank that runs the model alone would receive the messages of the next step. Gloo aborts a process if their
+        sizes differ. If user code has its own training loop, passes with gradients are checked in the first steps
+        only, because they are the training itself; passes without gradients are always checked.
         """
         trains = call != FORWARD or torch.is_grad_enabled()
         if activity.call or (self._has_own_loop and self._roll.silent and trains):
@@ -105,7 +108,7 @@ class ConsistencyChecker:
 
     def _answer(self, call: str, what: str = "", batch: Any = None, sharers: Sequence[int] = ()) -> None:
         data: list[DatasetFingerprint | None] = []
-        if call in ("step", "update"):  # by now every rank has made its loaders
+        if call in ("step", "update"):  # by now every rank has created its loaders
             data, self._data = [look() for look in self._data], []
         remark = self._roll.answer(call, self._step(), what, batch, sharers, data, self._fed(call, batch))
         if remark is not None:
@@ -114,24 +117,24 @@ class ConsistencyChecker:
             loader_watch.close()
 
     def _fed(self, call: str, batch: Any) -> list[Any]:
-        """Return what this rank tells of a batch that the script has fed it; see ``AlikeBatches``."""
+        """Return this rank's description of a batch that the script itself has fed (see ``DuplicateBatchCheck``)."""
         if call not in ("step", "update") or self._replica is None or self.is_fed(call):
             return []
         checksum = batch_checksum(batch) if call == "step" and batch is not None else None
         return [self._replica, checksum, loader_watch.undealt()]
 
     def compare(self, batch: Any) -> None:
-        """Once, in the first step: ranks that work on one batch together must have been given the same."""
+        """Check once, in the first step, that the ranks that share one batch were given the same batch."""
         if self._strangers is not None:
             group, self._strangers = self._strangers, None
             check_same_batch(batch, group, self._sharers)
 
     def next_meeting(self) -> int:
-        """The next step that no rank can finish without all others."""
+        """Return the next step that no rank can finish without all other ranks."""
         return self._step() if self._local is None else self._local.next_meeting(self._step() - 1)
 
     def explained(self) -> translate_peer_errors:
-        """Around what talks to other ranks."""
+        """Return the context for communication with other ranks: it converts errors of lost peers."""
         if self._groups is None:
             raise UsageError(CLOSED)
         return translate_peer_errors(self.here)

@@ -1,4 +1,4 @@
-"""The table of ``log_device_placement``: which ranks hold which part of the model."""
+"""The table of the logged device placement: the ranks that hold each part of the model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from echelon.strategy.annotations.marks import within
 
 Row = tuple[str, str, str, str]
 
-_NAMED = 3  #: parameters of a split module that are named because each rank has them whole
+_NAMED = 3  #: most unsplit parameters of a split module that are listed by name
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """The parts that ranks hold, as far as it is known.
+    """The parts of the model that the ranks hold, as far as they are known.
 
-    stages: parameter -> the stages that hold it; empty without a pipeline; None before a forward pass was recorded
+    stages: stages that hold each parameter; empty without a pipeline; None before a forward pass was traced
     cut:    parameters of which each rank of the split axis holds a part
-    shared: the words for what replicas share out among them, such as "optimizer state in 2 parts"
+    shared: description of the state that is sharded over replicas, such as "optimizer state in 2 parts"
     """
 
     stages: Mapping[str, tuple[int, ...]] | None = None
@@ -36,7 +36,7 @@ class _Devices:
     ranks_per_host: int
 
     def row(self, name: str, stages: Collection[int], how: Iterable[str]) -> Row:
-        """Return the row of a part that ``stages`` hold; of all ranks where none is named."""
+        """Return the row of a part that ``stages`` hold; empty ``stages`` mean all ranks."""
         places = {stage % self.mesh.get("stage", 1) for stage in stages}
         copies: list[list[int]] = [[] for _ in range(self.mesh.get("replicate", 1))]
         for rank in self.order or range(math.prod(self.mesh.values())):
@@ -59,9 +59,9 @@ def placement_table(
     ranks_per_host: int,
     held: ParameterPlacement | None = None,
 ) -> list[str]:
-    """Return one line a marked module, then those of parameters that lie elsewhere; ``|`` divides copies of the model.
+    """Return one line per annotated module, then one per remaining group of parameters; ``|`` separates replicas.
 
-    Without ``held`` the marks alone are shown.
+    Without ``held`` the table shows the marks only.
     """
     devices, held = _Devices(mesh, order, ranks_per_host), held or ParameterPlacement()
     rows = [("module", "ranks", "host:device", "how"), *_marked(marks, held, devices), *_others(marks, held, devices)]
@@ -81,7 +81,7 @@ def _names(marks: ModelMarks) -> list[str]:
 
 
 def _stages_of(name: str, marks: ModelMarks, held: ParameterPlacement) -> tuple[int, ...] | None:
-    """Return the stages of a marked module; () for all ranks; None where its parameters are on different stages."""
+    """Return the stages of an annotated module; () for all ranks; None if its parameters are on different stages."""
     unit = next((number for unit, number in marks.units.items() if within(name, unit)), None)
     if unit is not None:
         return (unit,)
@@ -100,7 +100,7 @@ def _how(
 
 
 def _whole(name: str, held: ParameterPlacement) -> str:
-    """Name the parameters of a split module that every rank of the split axis has whole."""
+    """Return text that names the parameters of a split module that every rank of the split axis has whole."""
     inside = [parameter for parameter in held.stages or {} if within(parameter, name)]
     whole = [parameter for parameter in inside if parameter not in held.cut]
     if not whole or not held.cut:
@@ -111,7 +111,7 @@ def _whole(name: str, held: ParameterPlacement) -> str:
 
 
 def _others(marks: ModelMarks, held: ParameterPlacement, devices: _Devices) -> Iterator[Row]:
-    """Yield what is under no mark, and parameters of marked modules that other stages have, too."""
+    """Yield rows for parameters without a mark, and for parameters of annotated modules on other stages."""
     if held.stages is None:
         yield devices.row("(the rest)", (), ["replicated" if marks.default is None else str(marks.default)])
         return
@@ -131,7 +131,7 @@ def _unstaged(held: ParameterPlacement) -> str:
 def _sorted_out(
     marks: ModelMarks, stages: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the parameters under no mark, and those that lie elsewhere than the row of their marked module says."""
+    """Return parameters without a mark, and parameters on other stages than the row of their annotated module says."""
     known = ParameterPlacement(stages=stages)
     shown = {name: _stages_of(name, marks, known) for name in _names(marks)}
     rest, apart = {}, {}
@@ -145,7 +145,7 @@ def _sorted_out(
 
 
 def _coarsest(chosen: Mapping[str, tuple[int, ...]], everything: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Name each by the largest module whose parameters are all among them and on the same stages."""
+    """Group ``chosen`` by the largest modules whose parameters are all chosen and on the same stages."""
     found = {}
     for name, where in chosen.items():
         parts = name.split(".")

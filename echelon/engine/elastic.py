@@ -1,4 +1,4 @@
-"""The rules of elastic training: batch, learning rate and shape of the plan when the number of ranks changes."""
+"""Elastic training: adapts batch size, learning rate and mesh when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Split
 from echelon.strategy.annotations.slices import Slices
 
-#: Shares of so many replicas are listed one by one.
+#: Most replicas whose shares of a batch are listed one by one.
 LISTED = 4
 
 
 @strict
 class Elastic:
-    """What stays the same when training goes on with another number of ranks.
+    """The rule for batch size and learning rate when training resumes on another number of ranks.
 
-    batch: "keep": the global batch is what it was when training began, shared out as evenly as can be;
-           "scale": each replica keeps its batch, so the global batch changes
-    rate:  with "scale", the learning rate is multiplied by new / first global batch ("linear", the default), by its
-           root ("sqrt"), or by nothing ("none")
+    batch: "keep" (default): the global batch stays what it was when training began, divided as evenly as possible;
+           "scale": each replica keeps its batch size, so the global batch changes
+    rate:  with "scale", factor of the learning rate: new / first global batch ("linear", the default), its square
+           root ("sqrt"), or 1 ("none")
     """
 
     batch: Literal["keep", "scale"] = "keep"
@@ -38,14 +38,17 @@ class Elastic:
         require(fits, self, "rate", "left out with batch='keep': a batch that stays needs no other rate")
 
     def factor(self, times: float) -> float:
-        """What to multiply the rate by when the global batch has become so many times as large."""
+        """Return the factor of the learning rate when the global batch is ``times`` as large as at the beginning."""
         if self.batch == "keep" or self.rate == "none":
             return 1.0
         return times**0.5 if self.rate == "sqrt" else times
 
 
 def rule_in_force(given: Elastic | None, by_servers: bool) -> Elastic | None:
-    """The rule that was given, or the default one where the launcher lets hosts come and go; else none."""
+    """Return the given rule, the default rule if the launcher lets hosts join and leave, or None.
+
+    by_servers: True if parameter servers hold the dense parameters; a given rule then raises ``UsageError``
+    """
     if by_servers:
         if given is not None:
             raise UsageError(
@@ -57,24 +60,27 @@ def rule_in_force(given: Elastic | None, by_servers: bool) -> Elastic | None:
 
 
 class ElasticState:
-    """What training began with. It is part of the training's state, and the rule measures by it."""
+    """The ranks, replicas and batch sizes that training began with; part of the training state."""
 
     def __init__(self, rule: Elastic | None, ranks: int) -> None:
-        """rule: None where none is in force; then every start is a beginning"""
+        """Start with the current number of ranks.
+
+        rule: elastic rule in force; None without one, and every start then counts as the beginning
+        """
         self.rule, self._ranks = rule, ranks
-        self.replicas = 1  #: now; known with the plan
-        self._first: dict[str, Any] | None = None  # the facts of the beginning, where that was another run
-        self._batches: list[int] = []  # global batch of each loader of this run, in the order they were made
+        self.replicas = 1  #: current number of replicas, set with the plan
+        self._first: dict[str, Any] | None = None  # facts of the beginning if training began in another run
+        self._batches: list[int] = []  # global batch of each loader of this run, in the order of creation
 
     def facts(self) -> dict[str, Any]:
-        """For whoever goes on from here."""
+        """Return the facts of the beginning, to be stored in a checkpoint."""
         if self._first is None:
             return {"ranks": self._ranks, "replicas": self.replicas, "batches": list(self._batches)}
         begun: list[int] = self._first["batches"]
         return {**self._first, "batches": [*begun, *self._batches[len(begun) :]]}
 
     def restore(self, facts: Mapping[str, Any] | None) -> None:
-        if self.rule is None or facts is None or facts == self._first:  # old states have no such facts
+        if self.rule is None or facts is None or facts == self._first:  # old checkpoints have no such facts
             return
         self._first = dict(facts)
         for made, begun in zip(self._batches, self._first["batches"], strict=False):
@@ -86,17 +92,17 @@ class ElasticState:
 
     @property
     def first_replicas(self) -> int:
-        """How many replicas there were. Rates that are scaled by that number (LrScaling) stay what they were."""
+        """The number of replicas at the beginning; ``LrScaling`` uses it, so the scaled rate does not change."""
         return self.replicas if self._first is None else int(self._first["replicas"])
 
     @property
     def multiple(self) -> int | None:
-        """What the end of an epoch is padded to; None: to what suits the replicas of now."""
+        """The multiple that the end of an epoch is padded to; None for the current number of replicas."""
         return self.first_replicas if self.rule is not None and self.rule.batch == "keep" else None
 
     @property
     def factor(self) -> float:
-        """What to multiply the learning rate by."""
+        """The factor of the learning rate."""
         if self.rule is None or self._first is None:
             return 1.0
         begun: list[int] = self._first["batches"]
@@ -105,7 +111,7 @@ class ElasticState:
         return self.rule.factor(self._ranks / int(self._first["ranks"]))
 
     def sizes(self, batch_size: int | None, global_batch: int | None) -> tuple[int | None, int | None]:
-        """What the next loader is to be made with, where the script asks for these."""
+        """Return batch size and global batch of the next loader, for which the script has requested these."""
         index = len(self._batches)
         if self.rule is None or self._first is None or index >= len(self._first["batches"]):
             return batch_size, global_batch
@@ -117,7 +123,7 @@ class ElasticState:
         return None, max(1, round(begun * self._ranks / int(self._first["ranks"])))
 
     def made(self, total: int) -> str | None:
-        """The next loader has this global batch. A line where that needs a word."""
+        """Record the global batch of the next loader; return a log line if replicas or batch have changed."""
         index = len(self._batches)
         self._batches.append(total)
         if self.rule is None or self._first is None or index >= len(self._first["batches"]):
@@ -136,7 +142,7 @@ class ElasticState:
 
 
 def shares(total: int, replicas: int) -> str:
-    """How a global batch is dealt out: ``11 + 11 + 10``."""
+    """Return text on how a global batch is divided among replicas, such as ``11 + 11 + 10``."""
     most, rest = divmod(total, replicas)
     if not rest:
         return f"{most} for each" if replicas > 1 else "undivided"
@@ -149,7 +155,7 @@ def shares(total: int, replicas: int) -> str:
 def fit_to_ranks(
     rule: Elastic | None, marks: ModelMarks, cluster: Slices, ranks: int, ranks_per_host: int
 ) -> tuple[ModelMarks, Slices, str | None]:
-    """Marks and cluster for the nearest shape that ``ranks`` can have, and a line where it is not the one asked for."""
+    """Return marks and cluster for the nearest mesh that fits ``ranks``, and a log line if the mesh has changed."""
     if rule is None:
         return marks, cluster, None
     splits = bool(marks.splits) or isinstance(marks.default, Split)
@@ -164,7 +170,7 @@ def fit_to_ranks(
 
 
 def _covering(cluster: Slices, ranks: int) -> Slices:
-    """Slices that list ranks by number mean nothing for other ranks; their size still does."""
+    """Replace slices that list rank numbers by slices of equal size if the number of ranks has changed."""
     listed = cluster.specific
     if listed is None or sum(map(len, listed)) == ranks:
         return cluster
@@ -172,12 +178,12 @@ def _covering(cluster: Slices, ranks: int) -> Slices:
 
 
 def _merged(marks: ModelMarks, stages: int) -> ModelMarks:
-    """The same marks with fewer stages: neighbours become one. Speeds given for stages mean nothing then."""
+    """Return the marks with fewer stages: neighboring stages are merged, and the weights of stages are dropped."""
     pipeline = marks.pipeline
     if pipeline is None or marks.stages == stages:
         return marks
     if pipeline.schedule == "interleaved" and stages > 1:
-        return marks  # as many stages as before, more of them on a rank
+        return marks  # the number of stages stays, and each rank has more of them
     before = marks.stages
     schedule = "1f1b" if pipeline.schedule == "interleaved" else pipeline.schedule
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""``engine.ema``: a moving average of the weights, to evaluate and to export, right in every layout."""
+"""``engine.ema``: an exponential moving average of the weights, for evaluation and export, in every layout."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class MovingAverage:
-    """The engine's moving average. It begins when it is called: ``engine.ema(decay=0.999)``.
+    """The engine's moving average, which starts with the call ``engine.ema(decay=0.999)``.
 
-    steps: updates of the engine so far
+    steps: function that returns the engine's updates so far
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class MovingAverage:
         self._served, self._steps, self._say = served, steps, say
         self._settings: Ema | None = None
         self._parts: ParallelModel | None = None
-        self.averages: EmaWeights | None = None  #: from the call on, once the model is assembled
+        self.averages: EmaWeights | None = None  #: set by the call, once the model is parallelized
         self._is_applied = False
-        self._told = False  # of an average that a checkpoint had and this run has not
+        self._told = False  # True after the notice that the average of a checkpoint is not saved again
 
     def __call__(self, decay: float = 0.999, **options: Any) -> MovingAverage:
-        """Begin to average the weights, after each update from now on; all ranks call it.
+        """Start averaging the weights after each update; all ranks call it.
 
-        The options are those of ``Ema``: warmup, gamma, power, min_decay, after, use_buffers. Where training has been
-        resumed from a checkpoint that holds an average, that one goes on.
+        The options are those of ``Ema``: warmup, gamma, power, min_decay, after, use_buffers. If training was resumed
+        from a checkpoint that holds an average, that average is continued.
         """
         settings = build(Ema, {"decay": decay, **options}, "engine.ema")
         if self._settings is not None:
@@ -72,21 +72,21 @@ class MovingAverage:
         return self
 
     def takes(self, parts: ParallelModel) -> None:
-        """Go by these parts; what was asked for before can begin."""
+        """Use this parallel model; an average that was requested before starts now."""
         self._parts = parts
         if self._settings is not None:
             self._begin(self._settings, parts)
 
     def update(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Follow an update of these optimizers."""
+        """Update the average after a step of these optimizers."""
         assert self.averages is not None
         self.averages.update(optimizers.keys())
         if self._keeper.copies_averages and self._one.local is not None and self._one.local.since == 0:
-            self._meet()  # copies in memory are made where all ranks have the same
+            self._meet()  # in-memory snapshots need the same average on all ranks
 
     @property
     def updates(self) -> int:
-        """Updates that the average has followed."""
+        """The number of updates of the average."""
         return self._begun().updates
 
     @property
@@ -97,7 +97,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """For a while, the model's weights are their averages: to evaluate, to generate. All ranks enter together."""
+        """Replace the model's weights by their averages within the context. All ranks enter it together."""
         averages, parts = self._begun(), self._parts
         assert parts is not None
         self.refuse("engine.ema.applied()")
@@ -107,7 +107,7 @@ class MovingAverage:
         local = self._one.local
         with contextlib.ExitStack() as shown:
             if local is not None:
-                shown.enter_context(self._one.shown())  # for the buffers
+                shown.enter_context(self._one.shown())  # averages the buffers
             with self._company.explained():
                 shown.enter_context(averages.shown(follow))
             self._is_applied = True
@@ -117,7 +117,7 @@ class MovingAverage:
             yield
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Return the model's whole state with averaged weights, in host memory, on every rank. All ranks call it.
+        """Return the model's full state dict with averaged weights, in host memory, on every rank. All ranks call it.
 
         Names, shapes and types are those of ``engine.whole_state()``.
         """
@@ -131,12 +131,12 @@ class MovingAverage:
             return assembled_state(parts.holdings, averages.as_weights(), control)
 
     def refuse(self, call: str, instead: str = "leave 'with engine.ema.applied()' first") -> None:
-        """Refuse what takes the weights for those of training while they are averages."""
+        """Raise ``UsageError`` within ``applied()``, for calls that need the weights of training."""
         if self._is_applied:
             raise UsageError(f"{call}: the weights are their averages here; {instead}")
 
     def before_save(self) -> None:
-        """Make the average one of all ranks, and say what is not kept."""
+        """Synchronize the average over all ranks, or log that the average of the checkpoint is not saved again."""
         if self.averages is not None:
             self.refuse("engine.save()")
             self._meet()
@@ -163,7 +163,10 @@ class MovingAverage:
         return self.averages
 
     def _meet(self, call: str = "") -> None:
-        """Average the replicas' averages where replicas step alone: it is the average of their mean."""
+        """Average the moving averages of replicas under local SGD: this gives the moving average of their mean.
+
+        call: name of the collective call to compare on all ranks first; "" for none
+        """
         assert self.averages is not None
         assert self._parts is not None
         local, sharded = self._one.local is not None, self._parts.shards is not None
@@ -176,7 +179,7 @@ class MovingAverage:
 
 
 def _exact_weights(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Callable[[], Tensor]]:
-    """By name, weights that lean training keeps in two halves."""
+    """Return functions, by parameter name, that read weights which ``Lean`` training keeps in two halves."""
     kept: list[Any] = [optimizer for optimizer in optimizers.values() if hasattr(optimizer, "exact_weight")]
     if any(optimizer.fills_host for optimizer in kept):
         raise UsageError(

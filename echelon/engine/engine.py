@@ -1,4 +1,4 @@
-"""Engine: trains one model. It only strings the parts together; each part has its own room."""
+"""``Engine``: trains one model. It connects the parts; each part is in a module of its own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 
 class Engine(OwnLoop):
-    """Made by ``echelon.distribute``. ``step(*batch)`` is the whole of a training step, whatever the plan."""
+    """Trains one model; created by ``echelon.distribute``. ``step(*batch)`` is a whole training step for any plan."""
 
     def __init__(
         self,
@@ -91,33 +91,33 @@ class Engine(OwnLoop):
         trial: Trial | None = None,
     ) -> None:
         self.world, self.model = world, model
-        self.served = served  #: parameter servers' part, where tables or parameters live there
-        self.worker = served.worker if served and served.dense else world.rank  #: which of those that train this is
-        self.trial = trial  #: in a process that only times a candidate of ``auto``
+        self.served = served  #: parameter-server session if tables or parameters live on servers
+        self.worker = served.worker if served and served.dense else world.rank  #: index among the training processes
+        self.trial = trial  #: set in a process that only times a candidate of ``auto``
         self._schedules = LRSchedulers(schedulers, optimizers.values(), self.say)
-        #: of the model in the last ``step(..., outputs=True)``; None on a pipeline's other stages
+        #: output of the model in the last ``step(..., outputs=True)``; None on all stages of a pipeline but the last
         self.output: Any = None
-        self.steps = 0  #: updates so far, those that an overflow skipped included
-        self.total_steps: int | None = None  #: for the console, where the loop ends before its epochs do
-        self.optimizers = dict(optimizers)  #: what takes the steps
+        self.steps = 0  #: updates so far, including those skipped because of an overflow
+        self.total_steps: int | None = None  #: steps shown on the console if the loop ends before its epochs do
+        self.optimizers = dict(optimizers)  #: the optimizers that take the steps
         self._company = ConsistencyChecker(
             world, groups, lambda: self.steps + 1, lambda line: self.say(line, "warning")
         )
-        self.answer_roll = self._company.answer_roll  #: before each call that all ranks make together
+        self.answer_roll = self._company.answer_roll  #: called before each collective call
         self._one = ReplicaSync(model, self._company, served)
-        self._given, self._judged_by = optimizers, loss  # what the user made, and schedules drive
+        self._given, self._judged_by = optimizers, loss  # the user's optimizers, which the schedulers drive
         self._guard = StepGuard(optimizers.values(), alone=world.size == 1 and served is None, say=self.say)
-        self._choosing = choosing  # with ``auto``, until the plan is found
-        self._parts: ParallelModel | None = None  # until ``parallelize``
+        self._choosing = choosing  # set until the plan is known
+        self._parts: ParallelModel | None = None  # None until ``assemble``
         self._fast: FastPath | None = None
-        self._caches: CacheSwitch | None = None  # until ``begin``
+        self._caches: CacheSwitch | None = None  # None until ``begin``
         self._local: LocalSgdAverager | None = None
         self._loader: Loader | None = None
         self._leaving: PreemptionHandler | None = None
         self._log, self._watch = log, MetricsLogger(log, world.device, self.worker)
         self._clock = self._watch.clock
         self._timeline: TraceSession | None = requested_session(log, self._watch.directory)
-        self.record = RunLogWriter(self._watch.directory, self.worker)  #: what the run writes down of itself
+        self.record = RunLogWriter(self._watch.directory, self.worker)  #: writes the run log
         self._voice = RunLogger(self._watch, self.record, speaks=self.worker == 0)
         self._beginning = ElasticState(elastic, world.size)
         self._take(plan, marks)
@@ -126,19 +126,19 @@ class Engine(OwnLoop):
         self._keeper.saved = self._voice.saved
         self._keeper.claims.say, self._keeper.claims.writes = self.say, self.worker == 0
         rooms = self._keeper, self._company, self._one.has_local_statistics, self.say
-        traceless = trial is not None or served is not None  # servers keep a journal of their own
+        traceless = trial is not None or served is not None  # servers have their own journal
         self._memories = None if traceless else MemoryCheckpointer.find(world, *rooms)
         self._resuming = StateRestorer(world, self._keeper, served, self._memories, self._voice)
-        #: a moving average of the weights: ``engine.ema(decay=0.999)`` begins it
+        #: moving average of the weights, which ``engine.ema(decay=0.999)`` starts
         self.ema = MovingAverage(world, self._company, self._one, self._keeper, served, lambda: self.steps, self.say)
         self._ending = ExitHook(self._finish)
 
     def _take(self, plan: Plan, marks: ModelMarks, found: SavedPlan | None = None) -> None:
         self.plan, self._marks = plan, marks
-        self.found = found  #: the plan as it was found (``auto``, a saved plan); None where marks and strategy said all
+        self.found = found  #: plan from ``auto`` or a file; None if the plan was made from marks and strategy
         self._grid = MeshGroups(plan.mesh, plan.order, self.world.rank, self._company.groups)
         self.place = self._grid.at  #: this rank's index along every axis of the mesh
-        #: which of the random streams this rank has; ranks that share a batch compute the same, dropout included
+        #: index of this rank's RNG stream; ranks that share a batch have the same one, so their dropout is equal
         self.stream = self.worker if plan.spread or self.world.size == 1 else self._grid.ranks("split")[0]
         self._objective = Objective(self.model, self._judged_by, plan.amp, self.world.device)
         self._notices = replaced_decay(plan, self._given)
@@ -151,7 +151,13 @@ class Engine(OwnLoop):
         self._rows = BatchRows(plan, self._grid, alone)
 
     def begin(self, plan: Plan, marks: ModelMarks, batch: Any = None, found: SavedPlan | None = None) -> None:
-        """Go by this plan, on all ranks together: at once, or with ``auto`` when it has been ``found``."""
+        """Start training with this plan, on all ranks together.
+
+        plan:  plan to use
+        marks: marks of the model
+        batch: sample batch, to partition a pipeline now; default: the first batch of ``step``
+        found: plan from ``auto`` or a file that ``plan`` was made from; None otherwise
+        """
         check_precision(plan.amp, self.world.device)
         if self.world.control is not None:
             check_same_plan(plan, self.world.control)
@@ -173,7 +179,7 @@ class Engine(OwnLoop):
             self._timeline.begin(self)
 
     def assemble(self, batch: Any = None) -> None:
-        """Give this rank its part of the model. A pipeline needs a batch for it: it is cut by recording a forward."""
+        """Parallelize the model. A pipeline needs a batch, because it is partitioned by tracing a forward pass."""
         prepare(self.model, self.plan.fast)
         what = self.model, self._objective, self._given, self.plan, self._marks, batch
         parts = parallelize(self.world, self._company, self._grid, *what)
@@ -192,15 +198,15 @@ class Engine(OwnLoop):
         if self.served is not None:
             self.served.open(next(iter(self.optimizers.values())), parts.holdings.parameters)
             self.served.blob = lambda: self._keeper.pack_worker_state(self.steps + 1)
-            self._ending.comes_first()  # while the links are open
+            self._ending.comes_first()  # it must run while the channels to servers are open
         self.steps = self._resuming.takes(parts, self.steps)
         self.record.assembled(self)
 
     def _furnish(self, parts: ParallelModel) -> None:
-        """Give the rooms what they work with."""
+        """Create or update the parts of the engine that need the parallel model."""
         plan, grid = parts.plan, self._grid
-        group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else []))  # who knows of one global loss
-        group = None if parts.local else group  # who shares every step
+        group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else []))  # ranks with one global loss
+        group = None if parts.local else group  # under local SGD ranks step alone
         parts.gradients.meet(group)
         self._fast = fast_path(plan, self.model, self._objective, self._given, self.say)
         work = parts, self._objective, self._fast, group
@@ -224,15 +230,16 @@ class Engine(OwnLoop):
 
     @collective_call("data")
     def step(self, *batch: Any, samples: float | None = None, outputs: bool = False, **named: Any) -> Tensor:
-        """Forward, backward, reduce, clip, update. Returns the mean loss over the global batch.
+        """Run forward, backward, reduction, clipping and update; return the mean loss over the global batch.
 
-        Where ranks step alone (localsgd; parameter servers in async, bounded and geo mode) it is the mean loss over
-        this rank's own batch. With ``gradient_merge`` the call that updates returns the mean over all batches of it.
+        If ranks step alone (localsgd; parameter servers in async, bounded and geo mode), the result is the mean loss
+        over this rank's batch. With ``gradient_merge``, the call that updates returns the mean over all accumulated
+        batches.
 
-        Each rank counts in that mean for what its loss averages over: rows, or targets that are not ignored, as the
-        loss itself tells. ``samples`` says it where it cannot be seen.
+        The weight of each rank in the mean is the count that its loss averages over: rows, or targets that are not
+        ignored. ``samples`` sets this count if it cannot be found from the loss.
 
-        With ``outputs=True``, ``engine.output`` is what the model has returned for this rank's batch.
+        With ``outputs=True``, ``engine.output`` is the output of the model for this rank's batch.
         """
         self._clock.lap("data")
         if self.trial is not None:
@@ -246,7 +253,7 @@ class Engine(OwnLoop):
             self._company.compare(inputs)
             self._ask_outputs(outputs)
             self._schedules.before_pass(self._epoch)
-            # rows of sparse tables are there before the forward pass, and stay until the update
+            # rows of sparse tables are fetched before the forward pass and kept until the update
             with stand_in_batch(rows == 0), self.served.step(inputs) if self.served else contextlib.nullcontext():
                 tally = self._pass(inputs, rows, samples)
             if outputs:
@@ -254,9 +261,10 @@ class Engine(OwnLoop):
         return self._apply(self.optimizers, tally) if self._gradients.ready else tally.loss
 
     def backward(self, loss: Tensor, samples: float | None = None) -> None:
-        """For a loop of your own: add this loss's gradients. They stay local until ``update`` or ``reduce``.
+        """Accumulate the gradients of this loss in a user's own loop. They stay local until ``update`` or ``reduce``.
 
-        ``samples`` is what ``update`` takes, told before: batch norm over replicas needs it where batches differ.
+        samples: the same as in ``update``, but known before backward; synchronized batch norm needs it if the batches
+                 of replicas have different sizes
         """
         self._need_plan()
         refuse_own_loop(self.plan, self.served is not None)
@@ -265,20 +273,20 @@ class Engine(OwnLoop):
         self._local_gradients.added()
 
     def __call__(self, *batch: Any, **named: Any) -> NoReturn:
-        """Refuse: other frameworks' engines are called in the model's place."""
+        """Raise ``UsageError``: other frameworks' engines are called like the model, this one is not."""
         raise UsageError("the engine is not the model; call engine.step(*batch) to train, or engine.model(...)")
 
     @property
     def has_own_loop(self) -> bool:
-        """Whether ``backward`` has been called."""
+        """True if ``backward`` has been called."""
         return self._passes.has_own_loop
 
     @collective_call("communicate")
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
-        """For a loop of your own: reduce, clip, step the named optimizer (or all), and drop every gradient.
+        """Reduce and clip gradients, step the named optimizer (or all), and drop all gradients, in a user's own loop.
 
-        Each rank counts in the mean for what its loss averages over. ``samples`` says it where that cannot be seen,
-        here or in ``backward``; ranks that neither say nor show it count alike.
+        The weight of each rank in the mean is the count that its loss averages over. ``samples``, here or in
+        ``backward``, sets this count if it cannot be found from the loss. If it is unknown, all ranks count equally.
         """
         self._need_plan()
         chosen = self._updates.chosen(optimizer)
@@ -299,14 +307,17 @@ class Engine(OwnLoop):
         metrics: Mapping[str, Metric | str] | Sequence[str] = (),
         ema: bool = False,
     ) -> dict[str, float]:
-        """Mean loss and metrics over ``data``, every sample counted once; ``ema``: of the averaged weights.
+        """Return mean loss and metrics over ``data``; every sample counts once.
 
-        ``data`` is a data set or a tuple of tensors, shared out in batches of ``batch_size`` (64) a replica, which
-        ``collate`` makes of samples; a torch DataLoader, of which data set, batch size and collate are taken; or an
-        iterable of batches that are this rank's own.
+        data:       dataset or tuple of tensors, divided among replicas; torch DataLoader, whose dataset, batch size
+                    and collate function are used; or iterable of this rank's own batches
+        batch_size: samples per replica; default 64
+        collate:    function that makes a batch from samples
+        metrics:    metrics by name, or their names
+        ema:        True to evaluate the averaged weights
         """
         self._need_plan()
-        self._feeding.taken()  # what is left of the batch before is no part of this
+        self._feeding.taken()  # discards the sample count of an earlier batch
         batches = self._feeding.judged(data, batch_size, collate, self.say)
         with self.ema.applied() if ema else contextlib.nullcontext(), self._one.shown():
             results = evaluate(self.model, self._judge, batches, metrics, self.world, self._feeding.taken)
@@ -316,17 +327,21 @@ class Engine(OwnLoop):
 
     @collective_call("communicate")
     def synchronize(self) -> None:
-        """Make the model what it is for all: where replicas step alone (localsgd) their average; where servers hold the
-        parameters, theirs. Else replicas are equal already."""
+        """Synchronize the model over replicas.
+
+        Replicas that step alone (localsgd) are averaged. If servers hold the parameters, those are fetched. In all
+        other cases replicas are equal already.
+        """
         self._one.meet()
 
     def loader(
         self, dataset: Any, *sizes: Any, batch_size: int | None = None, global_batch: int | None = None, **options: Any
     ) -> Loader:
-        """This rank's share of ``dataset``, or of a torch DataLoader's. See echelon.data.Loader for the options.
+        """Return a loader of this rank's share of ``dataset``, or of a torch DataLoader's dataset.
 
-        ``batch_size`` is for each replica; ``global_batch``, in its place, for all of them together. Where the plan was
-        found (``auto``, a saved plan), ``batch_size`` is for each rank, however many of them make up a replica.
+        ``batch_size`` is per replica; ``global_batch``, given instead, is for all replicas together. With a plan from
+        ``auto`` or from a file, ``batch_size`` is per rank, even if several ranks make up a replica. See
+        ``echelon.data.Loader`` for the options.
         """
         refuse_unnamed(sizes)
         dataset, batch_size, global_batch, options, origin = loader_request(dataset, batch_size, global_batch, options)
@@ -354,17 +369,17 @@ class Engine(OwnLoop):
 
     @scheduler.setter
     def scheduler(self, given: AnyScheduler | Sequence[AnyScheduler]) -> None:
-        """Give schedulers after ``distribute``, where they have to know the loader's length, and before training."""
+        """Set schedulers after ``distribute`` and before training, if they need the length of the loader."""
         self._schedules.attach_late(given)
 
     def _epoch(self) -> int | None:
         return None if self._loader is None else self._loader.epoch
 
-    # ---- keeping ----
+    # ---- checkpoints ----
 
     @collective_call("save")
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
-        """Write a checkpoint of the whole training state; all ranks call it together. Returns its path."""
+        """Write a checkpoint of the whole training state and return its path; all ranks call it together."""
         self._assembled()
         self._passes.losses.look()
         self.ema.before_save()
@@ -374,9 +389,9 @@ class Engine(OwnLoop):
 
     @collective_call("communicate")
     def whole_state(self) -> dict[str, Tensor]:
-        """All parameters and buffers of the model by name, whole, in host memory, on every rank. All ranks call it.
+        """Return the full state dict of the model, in host memory, on every rank. All ranks call it.
 
-        Under a split, a pipeline or ``shard`` a rank's own ``model`` holds parts only.
+        Under ``split``, a pipeline or ``shard`` the ``model`` of a rank holds only parts of it.
         """
         parts = self._assembled()
         with self._company.explained(), self._one.shown():
@@ -384,21 +399,20 @@ class Engine(OwnLoop):
 
     @collective_call("load")
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, or from the newest one in a directory, saved by any number of processes."""
+        """Load a checkpoint, or the newest one in a directory; any number of processes may have saved it."""
         self.ema.refuse("engine.load()")
         self.steps = self._resuming.load(path)
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint of ``distribute(checkpoint=...)``, or from copies in memory that are as new,
-        when there are any."""
+        """Resume from in-memory snapshots or from the newest checkpoint of ``distribute(checkpoint=...)``, if any."""
         self.steps = self._resuming.newest(self.steps)
 
     # ---- ending ----
 
     def close(self) -> None:
-        """Finish what runs in the background and let go of connections; the engine trains no more. All ranks call it.
+        """Finish background work and close connections; the engine cannot train afterwards. All ranks call it.
 
-        At exit it happens by itself.
+        Background work is also finished when the process exits.
         """
         self._ending.now()
         if self._caches is not None:
@@ -410,11 +424,11 @@ class Engine(OwnLoop):
         self._keeper.close()
 
     def heed_signals(self) -> None:
-        """From now on, SIGTERM and SIGUSR1 to any rank let all of them save and leave after the same step."""
+        """Handle SIGTERM and SIGUSR1: after either signal to any rank, all ranks save and exit after the same step."""
         self._leaving = PreemptionHandler(self.world, self.worker)
 
     def _leave(self, leaving: PreemptionHandler) -> NoReturn:
-        """Save and end this process, on all ranks after the same step. A worker of servers leaves by itself."""
+        """Save and exit, on all ranks after the same step. A worker of parameter servers exits alone."""
         if self._memories is not None:
             self._memories.after(self.steps, at_once=True)
         if self._keeper.kept_in is not None:
@@ -422,7 +436,10 @@ class Engine(OwnLoop):
         leaving.leave(self.steps, self._keeper.kept_in, self.say)
 
     def _finish(self, error: BaseException | None) -> None:
-        """What runs in the background comes to its end; ``error`` is what the process ends with."""
+        """Finish background work.
+
+        error: exception that ends the process; None without one
+        """
         if error is None and self._parts is not None:
             merged, waits = self._gradients.merged, self._passes.is_waiting
             self._tell(run_leftover(merged, self.plan.gradient_merge, waits))
@@ -462,7 +479,7 @@ class Engine(OwnLoop):
             )
 
     def _ask_outputs(self, asked: bool) -> None:
-        """Begin to gather outputs, or let go of those of an earlier step."""
+        """Start collecting outputs, or drop those of an earlier step."""
         self.output = self._objective.outputs = None
         if asked is not False:
             from echelon.parallel.step_outputs import asked_outputs
@@ -490,7 +507,7 @@ class Engine(OwnLoop):
             return self._passes.judge(batch)
 
     def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: GlobalLoss | PipelineGlobalLoss) -> Tensor:
-        """Use gradients that are ready. Returns the loss of the update."""
+        """Apply the reduced gradients and return the loss of the update."""
         samples, loss = self._examples(), self._passes.update_loss(tally)
         averages = self.ema.averages
         if averages is not None:
@@ -525,8 +542,10 @@ class Engine(OwnLoop):
         return loss
 
     def _examples(self) -> Tensor | float | None:
-        """Samples of all ranks, in all passes that were merged; None where nobody has said how many. Ranks that step
-        alone are taken to be alike."""
+        """Return the samples of all ranks in all accumulated passes; None if their number is unknown.
+
+        Ranks that step alone are assumed to have equal numbers of samples.
+        """
         if not self._passes.counted:
             return None
         alone = self.plan.replicas if self._local else 1
@@ -549,31 +568,31 @@ class Engine(OwnLoop):
         total = None if self._loader is None else self._loader.total_steps
         return total // self.plan.gradient_merge if total else None
 
-    # ---- what it says ----
+    # ---- properties and log ----
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward; 1 without a loss scale."""
+        """The factor of the loss before backward; 1 without loss scaling."""
         return self._assembled().scaler.scale
 
     @property
     def skipped(self) -> int:
-        """Steps that an overflow has skipped so far."""
+        """The number of steps skipped because of an overflow."""
         return self._assembled().scaler.skipped
 
     @property
     def holdings(self) -> LocalState | None:
-        """What of the model this rank has; None until a pipeline's first batch has cut it."""
+        """This rank's part of the model; None until the first batch has partitioned a pipeline."""
         return self._parts.holdings if self._parts is not None else None
 
     def say(self, text: str, kind: Kind = "notice") -> None:
-        """A line on rank 0's console, and among the run's events."""
+        """Write a line to rank 0's console and to the run's events."""
         self._voice.say(text, kind)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Write numbers of your own (``{"perplexity": p}``) to the console, the files and the report.
+        """Write user-defined numbers (``{"perplexity": p}``) to the console, the files and the report.
 
-        Rank 0's count; on other ranks it does nothing.
+        Only the numbers of rank 0 are written; on other ranks the call does nothing.
         """
         self._watch.log(self.steps, values)
 
@@ -582,9 +601,9 @@ class Engine(OwnLoop):
             self.say(line)
 
     def announce(self) -> None:
-        """Say what will run, and what the user may not expect."""
+        """Log the plan and everything about it that the user may not expect."""
         notices = *self._notices, *self._watch.notices, *(self.served.describe() if self.served else ())
-        held = self._parts.shards.shards if self._parts and self._parts.shards else {}  # in place of parameters
+        held = self._parts.shards.shards if self._parts and self._parts.shards else {}  # shards replace parameters
         differ = self._one.has_local_statistics()
         separate = self.served.describe_processes() if self.served else None
         what = notices, self.model, held, self._given, differ, separate

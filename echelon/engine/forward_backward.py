@@ -1,4 +1,4 @@
-"""TrainingPasses: a rank's forward and backward, from a batch to a loss of all ranks and gradients that are reduced."""
+"""``ForwardBackward``: a rank's forward and backward passes, from a batch to the global loss and reduced gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def refuse_own_loop(plan: Plan, served: bool) -> None:
-    """Where losses cannot be handed over one by one, with ``add`` and ``reduce``."""
+    """Raise ``UsageError`` if the plan does not support ``engine.backward`` and ``engine.update``."""
     if plan.pipeline is not None:
         raise UsageError("a pipeline runs its own backward, micro-batch by micro-batch; call engine.step()")
     if served:
@@ -43,9 +43,9 @@ def refuse_own_loop(plan: Plan, served: bool) -> None:
 
 
 class ForwardBackward:
-    """As the plan says: at once, by the fast path, or micro-batch by micro-batch through a pipeline.
+    """Runs forward and backward as the plan says: eagerly, on the fast path, or through a pipeline by micro-batches.
 
-    group: who shares every step; None where ranks step alone
+    group: ranks that share every step; None if ranks step alone
     """
 
     def __init__(
@@ -70,38 +70,36 @@ class ForwardBackward:
         op = parts.plan.reduce_op
         self._loss_weights = LossWeights(op, say, can_add=not served, is_global=lambda: rows.is_used)
         self._evaluation = EvaluationWeights(op, say, self._loss_weights, lambda: rows.is_used)
-        # something is to be weighted: other ranks or workers, merged passes or micro-batches
+        # losses need weights if there are several ranks, workers, accumulated passes or micro-batches
         merges = parts.plan.gradient_merge > 1
         self._weighs = group is not None or merges or parts.staged is not None or served
         self._pass = plain_pass if fast is None else fast.run
         self._is_last = grid.at["stage"] == grid.size("stage") - 1
-        # Of all ranks that work on one batch, one speaks for it.
+        # One of the ranks that share a batch reports its samples.
         self.speaks = self._is_last and (parts.plan.spread or grid.at["split"] == 0)
-        self.has_own_loop = False  #: of the user
-        self.counted = True  #: whether it is known for how many samples the last pass stands
-        self.buffers: ReplicaBuffers | None = None  #: of replicas that share every step
-        self._given = torch.zeros(())  # sum of the losses that ``add`` was given since ``reduce``
-        self._told: list[float | None] = []  # and the samples, each time
-        self._early: tuple[frozenset[str], GlobalLoss] | None = (
-            None  # of ``reduce_early``: which optimizers, what it found
-        )
-        self.has_run = False  #: a pass of ``engine.step``
-        self._early_samples = 1.0  # what this rank counted for in the last ``reduce``
+        self.has_own_loop = False  #: True if user code calls ``engine.backward``
+        self.counted = True  #: True if the number of samples of the last pass is known
+        self.buffers: ReplicaBuffers | None = None  #: buffers to keep equal on replicas that share every step
+        self._given = torch.zeros(())  # sum of the losses passed to ``add`` since ``reduce``
+        self._told: list[float | None] = []  # samples of each of these losses
+        self._early: tuple[frozenset[str], GlobalLoss] | None = None  # optimizers and result of ``reduce_early``
+        self.has_run = False  #: True after a pass of ``engine.step``
+        self._early_samples = 1.0  # weight of this rank in the last ``reduce``
         self._rows = rows
-        self.own_counts = OwnLoopCounts(parts.plan.reduce_op, say)  #: of a loop of the user's
-        self._has_agreed = parts.plan.reduce_op != "auto"  # all ranks, on whether the loss is a sum
+        self.own_counts = OwnLoopCounts(parts.plan.reduce_op, say)  #: sample counts of a loop in user code
+        self._has_agreed = parts.plan.reduce_op != "auto"  # True once all ranks agree whether the loss is a sum
         self._replicas, self._merges = parts.plan.replicas, parts.plan.gradient_merge
-        # backward itself adds up over replicas
+        # backward of synchronized batch norm sums over replicas
         self._mixes = bool(parts.plan.sync_batch_norm) and parts.plan.reduce_op != "sum"
 
     def run(
         self, batch: Any, rows: float, samples: float | None, step: int, forward: Callable[[Any], Tensor]
     ) -> GlobalLoss | PipelineGlobalLoss:
-        """A pass of ``step``; the last of those that are merged for an update reduces gradients too.
+        """Run one pass of ``step``; the last accumulated pass of an update also reduces the gradients.
 
-        rows:    of the batch; 0 for a stand-in
-        samples: what its loss averages over, where the user says so
-        forward: from a batch to its loss
+        rows:    rows of the batch; 0 for a stand-in batch
+        samples: count that the loss averages over, given by the user; None if not given
+        forward: function from a batch to its loss
         """
         self._rows.begin()
         if self._staged is None:
@@ -115,7 +113,7 @@ class ForwardBackward:
         return tally
 
     def add(self, loss: Tensor, samples: float | None = None) -> None:
-        """For a loop of the user's own: backward of this loss, and nothing else until ``reduce``."""
+        """Run backward of this loss in a user's own loop, without communication until ``reduce``."""
         self.has_own_loop = True
         if self._early is not None:
             raise UsageError(
@@ -134,7 +132,7 @@ class ForwardBackward:
         self._given = self._given + loss.detach()
 
     def reduce(self, optimizers: Collection[str], samples: float | None, step: int) -> GlobalLoss:
-        """What has been added, for these optimizers; this rank counts in the mean as ``samples``."""
+        """Reduce the gradients of these optimizers; ``samples`` is the weight of this rank in the mean."""
         if self._early is not None:
             tally, self._early = self._reduced(optimizers, samples), None
             return tally
@@ -153,7 +151,7 @@ class ForwardBackward:
                 f"{mixes}, and their batches have different lengths: losses must be "
                 "weighed before backward then; give engine.backward(loss, samples=...), not engine.update(samples=...)"
             )
-        self._told = []  # nothing waits any more: norms that are taken while gradients are reduced are our own
+        self._told = []  # cleared first, so that norms taken during the reduction are not seen as user calls
         self._gradients.reduce(optimizers, weight, tally, step, weighed=told is not None)
         self._note(step, tally)
         if self.buffers is not None and self.buffers.is_active:
@@ -163,9 +161,10 @@ class ForwardBackward:
         return tally
 
     def _tally_own(self, samples: float | None) -> tuple[Count, GlobalLoss]:
-        """Return what this rank's losses count for in the mean, and that mean.
+        """Return the weight of this rank's losses in the mean, and that mean.
 
-        Ranks that do not say it count for what their losses average over, if every one of them knows that; else alike.
+        If no ``samples`` are given, the weight is the count that the losses average over, provided that every rank
+        knows it; else all ranks have equal weights.
         """
         loss, is_sum = self._given.to(self._device), self._loss_weights.is_sum
         if samples is not None or self._group is None or is_sum:
@@ -179,23 +178,23 @@ class ForwardBackward:
 
     @property
     def is_local(self) -> bool:
-        """Return True if gradients wait for ``reduce``: they are this rank's own."""
+        """True if local gradients wait for ``reduce``."""
         return bool(self._told)
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if gradients wait for an update, reduced or not."""
+        """True if gradients, reduced or not, wait for an update."""
         return self.is_local or self._early is not None
 
     def reduce_early(self, optimizers: Collection[str], samples: float | None, step: int) -> None:
-        """Reduce what has been added before the update comes, which then takes it as it is."""
+        """Reduce the accumulated gradients before the update, which then uses them without another reduction."""
         if self._early is not None:
             self._reduced(optimizers, samples)
         elif self.is_local:
             self._early = frozenset(optimizers), self.reduce(optimizers, samples, step)
 
     def _reduced(self, optimizers: Collection[str], samples: float | None) -> GlobalLoss:
-        """What ``reduce_early`` has found, if it was for these optimizers and as many samples."""
+        """Return the result of ``reduce_early``. Raises ``UsageError`` if optimizers or samples differ."""
         assert self._early is not None
         known, tally = self._early
         if known != frozenset(optimizers):
@@ -211,15 +210,16 @@ class ForwardBackward:
         return tally
 
     def update_loss(self, tally: GlobalLoss | PipelineGlobalLoss) -> Tensor:
-        """Return the loss of an update, whose last pass is ``tally``'s: the mean over all passes merged for it."""
+        """Return the mean loss over all accumulated passes of an update, the last of which is ``tally``."""
         if self._merges == 1:
             return tally.loss
         return torch.as_tensor(self._gradients.loss, device=tally.local.device).to(tally.local.dtype)
 
     def judge(self, batch: Any) -> list[EvalOutput]:
-        """Output and loss of a batch; of a pipeline, micro-batch by micro-batch, where the last stage is.
+        """Return output and loss of a batch; a pipeline has one result per micro-batch, on its last stage.
 
-        It counts on the rank that speaks for it. Others have it too, since metrics of split outputs take all of them.
+        Samples are counted on the one rank that reports the batch. The other ranks return results with 0 samples,
+        because metrics of split outputs need all ranks.
         """
         self._rows.begin()
         if self._staged is not None:
@@ -246,12 +246,12 @@ class ForwardBackward:
         return tally
 
     def _count(self, loss: Tensor, rows: float, samples: float | None) -> Count:
-        """Return what a loss averages over."""
+        """Return the number of samples that a loss averages over."""
         if samples is not None or not self._weighs:
             return rows if samples is None else samples
         count = self._loss_weights.count(loss, rows)
         if self._merges > 1 and self._fast is not None and not self._loss_weights.is_by_shape:
-            # a captured step computes its loss in backward, when merged passes must have been weighted
+            # a captured CUDA graph computes the loss in backward, but accumulated passes need its weight before that
             self._fast.stop_graphs()
         return count
 
@@ -269,9 +269,9 @@ class ForwardBackward:
         return tally
 
     def _note(self, step: int, tally: GlobalLoss | PipelineGlobalLoss) -> None:
-        """Raise on every rank, before the update, when the global loss is not finite.
+        """Raise on every rank, before the update, if the global loss is not finite.
 
-        With a loss scale that is an overflow like others: its gradients are not finite, and the step is skipped.
+        With loss scaling, such a loss is an overflow: its gradients are not finite, and the step is skipped.
         """
         if not self._scaler.active:
             self.losses.note(step + 1, tally)

@@ -1,4 +1,4 @@
-"""Lines on batches whose gradients wait for an update that an epoch, or the run, ends before."""
+"""Log lines on batches whose gradients are left without an update at the end of an epoch or of the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from echelon.data.data_source import UnknownLengthError
 
 
 def epoch_leftover(loader: Loader, merge: int) -> str | None:
-    """A line where the batches of an epoch do not make up whole updates."""
+    """Return a log line if the batches of an epoch do not make up whole updates, else None."""
     try:
         batches = len(loader)
     except UnknownLengthError:
@@ -22,10 +22,11 @@ def epoch_leftover(loader: Loader, merge: int) -> str | None:
 
 
 def run_leftover(merged: int, merge: int, is_waiting: bool) -> str | None:
-    """A line where the run ends with gradients that were not applied.
+    """Return a log line if the run ends with gradients that were not applied, else None.
 
     merged:     passes of ``engine.step`` since the last update
-    is_waiting: ``engine.backward`` was called, and no ``engine.update`` after it
+    merge:      passes per update
+    is_waiting: True if ``engine.backward`` was called without an ``engine.update`` after it
     """
     if is_waiting:
         return "gradients: engine.backward() was called after the last engine.update(); what it added was not applied"

@@ -1,4 +1,4 @@
-"""Feeding a run: the loaders of its replicas, and how many samples of the batch at hand count."""
+"""``LoaderFactory``: creates the loaders of a run and counts the samples of the current batch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def is_data_set(data: Any) -> bool:
-    """Whether ``data`` holds samples, and not batches: a data set, or tensors side by side."""
+    """Return True if ``data`` holds samples, not batches: a dataset or a tuple of tensors."""
     tensors = isinstance(data, tuple) and bool(data) and all(isinstance(part, Tensor) for part in data)
     return isinstance(data, Dataset) or tensors or has_columns(data)
 
 
 class LoaderFactory:
-    """Makes loaders for this rank's replica. Ranks that make up one replica are given the same batches."""
+    """Creates loaders for this rank's replica. Ranks that make up one replica get the same batches."""
 
     def __init__(
         self,
@@ -42,17 +42,20 @@ class LoaderFactory:
         served: ParameterServerSession | None = None,
         by_rank: bool = False,
     ) -> None:
-        """by_rank: batch sizes are given for each rank, by someone who need not know how many make up a replica"""
+        """Find the index of this rank's replica.
+
+        by_rank: True if batch sizes are given per rank instead of per replica; default False
+        """
         self._beginning = beginning
         self._world, self._plan, self._grid = world, plan, grid
         self._replica, self._replicas = grid.index(*plan.data_axes), plan.replicas
-        if served and served.dense:  # workers know of one another through servers only
+        if served and served.dense:  # workers are connected through servers only
             self._replica, self._replicas = served.worker, served.workers
         self._ranks_per_replica = world.size // self._replicas if by_rank else 1
         beginning.replicas = self._replicas
         self._said: set[str] = set()
         self._has_loader = False
-        self._share: int | None = None  # how many samples of the latest batch count
+        self._share: int | None = None  # samples of the latest batch that count
 
     def judged(
         self,
@@ -61,10 +64,13 @@ class LoaderFactory:
         collate: Callable[[list[Any]], Any] | None,
         say: Callable[[str], None],
     ) -> Any:
-        """For an evaluation, in batches: of a data set this replica's share, or all of it where replicas cannot bring
-        their shares together; else ``data``, which is in batches already."""
+        """Return the batches of an evaluation.
+
+        A dataset is divided among replicas; every replica gets all of it if replicas cannot combine their results.
+        Other ``data`` consists of batches already and is returned as it is.
+        """
         refuse_whole(data, self._replicas)
-        is_loader = is_torch_loader(data) and not isinstance(data.dataset, IterableDataset)  # a stream may be a rank's
+        is_loader = is_torch_loader(data) and not isinstance(data.dataset, IterableDataset)  # a stream may be per rank
         if batch_size is None and collate is None and not is_data_set(data) and not is_loader:
             if not isinstance(data, Iterable):
                 raise UsageError(f"evaluate() takes a data set, a DataLoader or batches, got {type(data).__name__}")
@@ -86,7 +92,10 @@ class LoaderFactory:
             say(line)
 
     def loader(self, dataset: Any, ahead: Callable[[Any], None] | None = None, **options: Any) -> Loader:
-        """``ahead`` is shown each batch before the one that comes before it is handed out."""
+        """Create a loader of this replica's share.
+
+        ahead: callback for each batch, called before the loader yields the previous batch
+        """
         in_parts = self._plan.in_parts
         return Loader(
             dataset,
@@ -112,7 +121,7 @@ class LoaderFactory:
         ahead: Callable[[Any], None] | None,
         options: dict[str, Any],
     ) -> Loader:
-        """For training: a global batch of which the elastic rule, where one is in force, has had its say."""
+        """Create a training loader, with the options that the elastic rule sets if one is in force."""
         if "batch_sampler" not in options:
             size = self.replica_batch(batch_size, global_batch)
             if self._beginning.rule is not None:
@@ -143,7 +152,7 @@ class LoaderFactory:
         return f"{loader.batch_size} per replica x {replicas}" if total % replicas == 0 else shares(total, replicas)
 
     def replica_batch(self, batch_size: int | None, global_batch: int | None) -> int:
-        """Samples for each replica, from one of the two; where ranks may come and go, for the one with the most."""
+        """Return the samples per replica from either argument; with an elastic rule, those of the largest share."""
         if (batch_size is None) == (global_batch is None):
             raise UsageError("loader() takes either batch_size (for each replica) or global_batch (for all together)")
         if batch_size is not None:
@@ -154,9 +163,9 @@ class LoaderFactory:
         return per_replica(global_batch, self._replicas)
 
     def rows(self, batch: Any, samples: float | None) -> float:
-        """Return how many samples a batch has: as the loader said, or its length; 0 for a stand-in.
+        """Return the number of samples in a batch, from the loader or from its length; 0 for a stand-in batch.
 
-        samples: what the user says that its loss averages over
+        samples: count that the loss averages over, given by the user; None if not given
         """
         share = self.taken()
         if share is not None or samples == 0:
@@ -164,12 +173,12 @@ class LoaderFactory:
         return count_samples(batch) if samples is None or has_rows(batch) else samples
 
     def taken(self) -> int | None:
-        """How many samples of the batch just handed out count; asked once a batch."""
+        """Return the samples of the latest batch that count, and forget them; None if no loader has set them."""
         share, self._share = self._share, None
         return share
 
     def is_fed(self, call: str) -> bool:
-        """Return True if the batch of this call comes from a loader made here, as far as that can be known."""
+        """Return True if the batch of this call comes from a loader of this factory, as far as that is known."""
         return self._share is not None if call == "step" else self._has_loader
 
     def _on_share(self, samples: int) -> None:

@@ -1,7 +1,9 @@
-"""LocalGradients: between ``engine.backward`` and ``engine.update`` a gradient is one rank's own.
+"""``LocalGradients``: makes torch's clipping functions correct on gradients that are not reduced yet.
 
-``torch.nn.utils.clip_grad_norm_`` there would clip each rank's part before the sum, where one process (and DDP) clips
-the whole. Torch's functions on gradients ask here first, and see reduced gradients, or are refused with the right call.
+Between ``engine.backward`` and ``engine.update`` a gradient is local to its rank. There,
+``torch.nn.utils.clip_grad_norm_`` would clip each rank's gradient before the reduction, while one process (and DDP)
+clips the sum. Torch's gradient functions are wrapped: gradients are reduced first, or the call raises ``UsageError``
+that names the right call.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ if TYPE_CHECKING:
     from echelon.engine.forward_backward import ForwardBackward
     from echelon.engine.parallelize import ParallelModel
 
-#: Torch's functions on gradients, by their names there and to the user, and the engine's that is right everywhere.
+#: Torch's internal gradient functions, each with its public name and the engine's call to use instead.
 _FUNCTIONS = {
     "clip_grad_norm_": ("clip_grad_norm_", "engine.clip_grad_norm_(max_norm), or give Strategy(clip=max_norm)"),
     "clip_grad_value_": ("clip_grad_value_", "engine.clip_grad_value_(clip_value)"),
     "_clip_grads_with_norm_": ("clip_grads_with_norm_", "engine.clip_grad_norm_(max_norm)"),
     "_get_total_norm": ("get_total_norm", "engine.grad_norm()"),
 }
-#: Updates in which changes by hand are looked for.
+#: Number of first updates in which gradients are checked for changes by user code.
 EARLY = 2
 
 
 class LocalGradients:
-    """One engine's gradients, as torch's functions may meet them.
+    """Guards the local gradients of one engine against torch's gradient functions.
 
-    reduce: reduces what these optimizers step on
+    reduce: reduces the gradients of the named optimizers
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class LocalGradients:
         plan = parts.plan
         self._in_parts = plan.shard is not None or plan.in_parts
         self._applied_at_once = plan.lean is not None or bool(plan.dgc)
-        self._differ = parts.gradients.is_reduced or parts.scaler.active  # from what the optimizers are to step with
+        self._differ = parts.gradients.is_reduced or parts.scaler.active  # local gradients differ from final ones
         self._keys, self._owners = list(parts.optimizers), _owners(parts)
         self._parameters = dict(_identified([*parts.holdings.model.parameters(), *parts.holdings.parameters.values()]))
         self._looks = EARLY if self._differ and not self._in_parts else 0
@@ -58,16 +60,16 @@ class LocalGradients:
         _watch(self)
 
     def close(self) -> None:
-        """The engine trains no more."""
+        """Stop guarding the gradients of this engine."""
         _watchers.discard(self)
 
     def added(self) -> None:
-        """Backward is over: note what the gradients are, in the first updates."""
+        """Record the versions of the gradients after backward, in the first updates."""
         if self._looks:
             self._seen = self._versions()
 
     def about_to_reduce(self) -> None:
-        """Say if they are not any more what backward left."""
+        """Log a warning if user code has changed the gradients since backward."""
         if not self._looks or not self._seen:
             return
         self._looks -= 1
@@ -80,7 +82,10 @@ class LocalGradients:
         self._seen = []
 
     def called(self, name: str, given: Collection[Tensor], max_norm: float) -> None:
-        """Torch's function ``name`` is about to look at these parameters or, ``get_total_norm``, gradients."""
+        """Reduce gradients, warn or raise before torch's function ``name`` runs.
+
+        given: parameters, or gradients for ``get_total_norm``
+        """
         found = self._found(name, given)
         if not found:
             return
@@ -95,7 +100,7 @@ class LocalGradients:
             raise UsageError(f"{known}() on the engine's gradients: {why}; call {instead}")
         if waits:
             chosen = {key for parameter in found for key in self._owners.get(id(parameter), ())}
-            self._reduce([key for key in self._keys if key in chosen])  # on all ranks in one order
+            self._reduce([key for key in self._keys if key in chosen])  # in the same order on all ranks
         elif name != "_get_total_norm" and not self._passes.has_own_loop and math.isfinite(max_norm):
             self._warn(known)
 
@@ -117,7 +122,7 @@ class LocalGradients:
 
 
 def _owners(parts: ParallelModel) -> dict[int, list[str]]:
-    """By parameter, the optimizers that step on it."""
+    """Return the names of the optimizers of each parameter, by the parameter's id."""
     owners: dict[int, list[str]] = {}
     for key, optimizer in parts.optimizers.items():
         for group in optimizer.param_groups:
@@ -134,7 +139,10 @@ _watchers: weakref.WeakSet[LocalGradients] = weakref.WeakSet()
 
 
 def _watch(watcher: LocalGradients) -> None:
-    """Have torch's functions ask. Inside their wrapper: scripts hold on to the functions themselves."""
+    """Wrap torch's gradient functions so that they call ``watcher`` first.
+
+    The inner function in their closure is replaced, because scripts may hold references to the outer functions.
+    """
     _watchers.add(watcher)
     for name in _FUNCTIONS:
         outer = getattr(clip_grad, name, None)
@@ -162,7 +170,7 @@ def _asking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
-    """Every entry of the gradients to at most ``limit``, either way."""
+    """Clamp every entry of the gradients to the range from ``-limit`` to ``limit``."""
     for parameter in parameters:
         if parameter.grad is not None:
             grad = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad

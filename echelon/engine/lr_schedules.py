@@ -1,4 +1,4 @@
-"""Schedules: the learning-rate schedulers of a run, stepped after every update or after every epoch."""
+"""``LRSchedulers``: the learning-rate schedulers of a run, stepped after every update or every epoch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 
 class PerEpoch:
-    """A scheduler that is stepped once for every epoch of the engine's loader. Made by ``echelon.per_epoch``."""
+    """A scheduler that is stepped once per epoch of the engine's loader; created by ``echelon.per_epoch``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.epochs = 0  #: that it has been stepped for
+        self.epochs = 0  #: number of epochs the scheduler was stepped for
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.scheduler.optimizer
 
     def reach(self, epoch: int) -> None:
-        """Step as often as epochs have ended since."""
+        """Step once for each epoch that has ended since the last call."""
         while self.epochs < epoch:
             _step(self.scheduler)
             self.epochs += 1
@@ -48,14 +48,14 @@ AnyScheduler = Scheduler | PerEpoch
 
 
 def per_epoch(scheduler: Scheduler) -> PerEpoch:
-    """Have the engine step ``scheduler`` after every epoch of its loader, in place of every update."""
+    """Return a scheduler that the engine steps after every epoch of its loader instead of every update."""
     return PerEpoch(_checked(scheduler))
 
 
 class LRSchedulers:
-    """What drives the learning rates of these optimizers; part of the training state.
+    """The learning-rate schedulers of the optimizers; part of the training state.
 
-    say: told once, where nobody says when an epoch ends
+    say: logs, once, that epochs are unknown because there is no loader
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class LRSchedulers:
     ) -> None:
         self._optimizers, self._say = optimizers, say
         self._all: list[AnyScheduler] = []
-        self._late: list[Any] = []  # states of schedulers that are still to be attached
-        self._has_state = False  # a checkpoint was loaded
+        self._late: list[Any] = []  # states for schedulers that are attached later
+        self._has_state = False  # True if a checkpoint was loaded
         self._has_spoken = self._has_begun = False
         for scheduler in schedulers:
             self.attach(scheduler)
@@ -77,7 +77,7 @@ class LRSchedulers:
         return self._all
 
     def attach(self, scheduler: AnyScheduler) -> None:
-        """Step this one too from now on; with the state it had in the checkpoint that was loaded before, if one was."""
+        """Add a scheduler; if a checkpoint was loaded before, restore its state from there."""
         plain = scheduler.scheduler if isinstance(scheduler, PerEpoch) else _checked(scheduler)
         if all(plain.optimizer is not each for each in self._optimizers):
             raise UsageError(
@@ -92,7 +92,7 @@ class LRSchedulers:
             _apply_rates(plain)
 
     def attach_late(self, given: AnyScheduler | Sequence[AnyScheduler]) -> None:
-        """Attach those that could not be made before ``distribute``."""
+        """Add schedulers that could not be created before ``distribute``."""
         if self._all or self._has_begun:
             raise UsageError(
                 "engine.scheduler is set once, before the first step, where distribute() was given no scheduler; give "
@@ -102,13 +102,16 @@ class LRSchedulers:
             self.attach(scheduler)
 
     def after_update(self, stepped: Collection[torch.optim.Optimizer]) -> None:
-        """These optimizers have taken a step."""
+        """Step the per-update schedulers of these optimizers."""
         for scheduler in self._all:
             if not isinstance(scheduler, PerEpoch) and scheduler.optimizer in stepped:
                 _step(scheduler)
 
     def before_pass(self, epoch: Callable[[], int | None]) -> None:
-        """``epoch``: how many have ended; None where no loader tells."""
+        """Step the per-epoch schedulers before a pass.
+
+        epoch: returns the number of epochs that have ended; None without a loader
+        """
         if self._late:
             raise CheckpointError(_differ(len(self._all) + len(self._late), len(self._all)))
         self._has_begun = True
@@ -130,7 +133,7 @@ class LRSchedulers:
         return [encode(scheduler.state_dict()) for scheduler in self._all]
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Go on from there, those that are attached later too."""
+        """Restore the schedulers, including those that are attached later."""
         if len(states) < len(self._all):
             raise CheckpointError(_differ(len(states), len(self._all)))
         for scheduler, state in zip(self._all, states, strict=False):
@@ -139,12 +142,12 @@ class LRSchedulers:
 
 
 def _step(scheduler: Scheduler) -> None:
-    scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where servers do it
+    scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # servers step, so torch would warn
     scheduler.step()
 
 
 def _apply_rates(scheduler: Scheduler) -> None:
-    """A scheduler sets rates when it is made, in place of those that were loaded."""
+    """Write the scheduler's last rates to its optimizer: creating a scheduler has overwritten the loaded ones."""
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(float(rate))
@@ -165,5 +168,5 @@ def _differ(stored: int, here: int) -> str:
 
 
 def listed(scheduler: AnyScheduler | Sequence[AnyScheduler] | None) -> list[AnyScheduler]:
-    """One, several or none."""
+    """Return the schedulers as a list: one, several or none."""
     return [] if scheduler is None else list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]

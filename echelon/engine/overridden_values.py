@@ -1,4 +1,4 @@
-"""Values that a run was given and its checkpoint overrules: a changed learning rate is said, not dropped in silence."""
+"""Reports hyperparameters that a checkpoint overrides, such as a changed learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.engine.lr_schedules import AnyScheduler, PerEpoch
 
-#: How a step is taken is this machine's affair; the rate before a schedule has its own name.
+#: Keys of a parameter group that are not compared; fused and foreach depend on the machine.
 _PASSED_OVER = ("params", "fused", "foreach")
 _REMEDY = "to use the new one, set it after distribute(), or begin in another directory"
 
@@ -18,34 +18,34 @@ Facts = dict[str, Any]
 
 
 class UserHyperparameters:
-    """The settings that optimizers and schedules were made with, and the sizes of the loaders' batches."""
+    """The settings that optimizers and schedulers were created with, and the batch sizes of the loaders."""
 
     def __init__(self) -> None:
         self._settings: Facts = {}
-        self._batches: list[int | None] = []  # of a checkpoint, by the order of its loaders
+        self._batches: list[int | None] = []  # global batches in the checkpoint, in the order of its loaders
 
     def take(self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Sequence[AnyScheduler]) -> None:
-        """Look at them before a step is taken: a loop may set another rate in each step, and that is no setting."""
+        """Record the settings before the first step, because a loop may set another learning rate in each step."""
         groups = {key: [_settings(group) for group in each.param_groups] for key, each in optimizers.items()}
         self._settings = {"optimizers": groups, "schedulers": [_schedule(each) for each in schedulers]}
 
     def facts(self, loaders: Sequence[Any]) -> Facts:
-        """Return what a checkpoint keeps of them."""
+        """Return the settings for a checkpoint."""
         return {**self._settings, "batches": [_batch(loader) for loader in loaders]}
 
     def resume(self, stored: Facts | None) -> None:
-        """Go on with loaders of a checkpoint that keeps this, or nothing."""
+        """Set the batch sizes of a checkpoint for ``compare_batch``; ``stored`` is None for old checkpoints."""
         self._batches = (stored or {}).get("batches", [])
 
     def overruled(self, stored: Facts | None) -> list[str]:
-        """Return a line for each value that a checkpoint overrules; from now on its values are the given ones."""
+        """Return a log line for each setting that a checkpoint overrides, and use the stored settings from now on."""
         if not stored:
             return []
         lines, self._settings = _overruled(self._settings, stored), stored
         return lines
 
     def compare_batch(self, index: int, loader: Any, say: Callable[[str], None]) -> None:
-        """Say so if loader ``index`` has another global batch than in the checkpoint."""
+        """Log a line if loader ``index`` has another global batch than in the checkpoint."""
         before, now = self._batches[index] if index < len(self._batches) else None, _batch(loader)
         if before is not None and now is not None and before != now:
             say(f"checkpoint: it was saved with a global batch of {before}; from here on it is {now}")
@@ -67,7 +67,7 @@ def _overruled(now: Facts, then: Facts) -> list[str]:
 
 
 def _changes(now: Facts, then: Facts) -> list[str]:
-    """Leave out the first rate of a schedule: it follows from the rate itself, kept as ``initial_lr``."""
+    """Return text for each changed setting; ``lr`` is skipped if ``initial_lr`` is there, which determines it."""
     names = [name for name in now if name in then and not (name == "lr" and "initial_lr" in now)]
     return [
         f"{'lr' if name == 'initial_lr' else name}={_plain(now[name])} was given, but the checkpoint goes on with "
@@ -87,7 +87,7 @@ def _settings(group: Mapping[str, Any]) -> Facts:
 
 
 def _schedule(given: AnyScheduler) -> Facts:
-    """A schedule's settings, without what it counts. Its rates are the optimizer's."""
+    """Return a scheduler's settings without its counters and rates; the optimizer has the rates."""
     scheduler = given.scheduler if isinstance(given, PerEpoch) else given
     kept = {name: _plain(value) for name, value in scheduler.state_dict().items() if not name.startswith("_")}
     counts = ("last_epoch", "base_lrs", "verbose")
@@ -95,7 +95,7 @@ def _schedule(given: AnyScheduler) -> Facts:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Return the value as it is after a JSON round trip."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""OwnLoop: the engine's calls between ``backward`` and ``update``, where gradients are looked at or clipped."""
+"""``OwnLoop``: the engine's calls between ``backward`` and ``update`` that inspect or clip gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OwnLoop:
-    """Exact on replicas, shards and splits alike. All ranks make these calls together."""
+    """Collective calls on gradients for a user's own loop, exact on replicas, shards and splits."""
 
     world: World
     plan: Plan
@@ -40,19 +40,19 @@ class OwnLoop:
 
     @collective_call("communicate")
     def reduce(self, optimizer: str | None = None, samples: float | None = None) -> None:
-        """Reduce now what ``backward`` has added for the named optimizer (or all), where ``update`` would.
+        """Reduce the accumulated gradients of the named optimizer (or all) now instead of in ``update``.
 
-        From here to ``update`` a parameter's ``.grad`` is what one process has; under ``shard`` and ``split``, the part
-        of it that this rank holds. No ``backward`` may follow before ``update``.
+        From here to ``update``, a parameter's ``.grad`` is the global gradient; under ``shard`` and ``split``, it is
+        the part that this rank holds. No ``backward`` may follow before ``update``.
         """
         self._assembled()
         self._reduce_early(self._updates.chosen(optimizer), samples)
 
     @collective_call("communicate")
     def grad_norm(self, optimizer: str | None = None) -> Tensor:
-        """Return the 2-norm of all gradients of the whole model: those that wait for ``update``, else the last applied.
+        """Return the 2-norm of all gradients of the whole model that wait for ``update``, else of the last applied.
 
-        After ``step`` with ``clip`` that is the norm after clipping.
+        After ``step`` with ``clip``, the result is the norm after clipping.
         """
         parts = self._assembled()
         chosen = self._updates.chosen(optimizer)
@@ -70,13 +70,16 @@ class OwnLoop:
 
     @collective_call("communicate")
     def clip_grad_value_(self, clip_value: float, optimizer: str | None = None) -> None:
-        """Limit every entry of the gradients that wait for ``update`` to ``clip_value``, either way."""
+        """Clamp the gradients that wait for ``update`` to the range from ``-clip_value`` to ``clip_value``."""
         self._assembled()
         with torch.no_grad():
             clip_values(parameters_of(self._waiting("clip_grad_value_", optimizer)), float(clip_value))
 
     def _waiting(self, call: str, optimizer: str | None) -> Optimizers:
-        """The optimizers whose gradients wait, reduced."""
+        """Reduce the gradients that wait for ``update`` and return their optimizers.
+
+        Raises ``UsageError`` if no gradients wait.
+        """
         chosen = self._updates.chosen(optimizer)
         self._refuse(call)
         if not self._passes.is_waiting:

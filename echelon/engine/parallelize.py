@@ -1,7 +1,7 @@
-"""Assembly: from a whole model on every rank to each rank's part of it, and the parts that train that.
+"""``parallelize()``: turns the whole model on every rank into the part of this rank, and creates its trainers.
 
-The order matters and is here in one place: record the forward of the whole model, cut layers, let go of other stages,
-share batch-norm statistics, recompute, shard, then the optimizers and what reduces their gradients.
+The order matters and is defined here: trace the forward pass of the whole model, drop other stages, split layers,
+synchronize batch norm, recompute activations, shard, then replace optimizers and create gradient reducers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from echelon.plan.segments import Segments
 from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import within
 
-if TYPE_CHECKING:  # a run pays only for what its plan has
+if TYPE_CHECKING:  # a run imports only the modules that its plan needs
     from echelon.parallel.pipeline.pipeline_runner import MicroBatchRunner, PipelineRunner
     from echelon.parallel.zero import Shards
     from echelon.plan.stage_trace import StageTrace
@@ -52,7 +52,7 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class SplitResult:
-    """What splitting did: layouts of the parameters that are cut, and those held whole with partial gradients."""
+    """The layouts of split parameters, and the names of whole parameters with partial gradients."""
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     partial: Collection[str] = ()
@@ -60,7 +60,7 @@ class SplitResult:
 
 @dataclass
 class ParallelModel:
-    """What trains one rank's part of a model."""
+    """One rank's part of a model, with the objects that train it."""
 
     plan: Plan
     holdings: LocalState
@@ -71,8 +71,8 @@ class ParallelModel:
     local: LocalSgdAverager | None
     staged: PipelineRunner | MicroBatchRunner | None
     shards: Shards | None
-    remarks: list[str] = field(default_factory=list)  # what the user may not expect
-    cut: Collection[str] = ()  # parameters of all stages that are split
+    remarks: list[str] = field(default_factory=list)  # warnings for the user
+    cut: Collection[str] = ()  # split parameters of all stages
 
 
 def parallelize(
@@ -86,7 +86,7 @@ def parallelize(
     marks: ModelMarks,
     batch: Any,
 ) -> ParallelModel:
-    """Cut and stage the model as the plan says, with ``batch`` to record a pipeline's forward on."""
+    """Split, stage and shard the model as the plan says; ``batch`` is used to trace a pipeline's forward pass."""
     names, owned = grouped_names(model, given), owned_names(model, given)
     stages = _record(plan, marks, objective, model, batch)
     _drop_remote_stages(stages, model, given, grid)
@@ -172,7 +172,7 @@ def _split(plan: Plan, model: nn.Module, stages: StageTrace | None, grid: MeshGr
 
 
 def _cut_state(model: nn.Module, given: Optimizers, applied: SplitResult) -> None:
-    """An optimizer that has state already keeps the part that belongs to what is left of its parameters."""
+    """Cut existing optimizer state to the parts of the split parameters that this rank keeps."""
     layouts: dict[torch.Tensor, Layout] = {
         p: applied.layouts[name] for name, p in model.named_parameters() if name in applied.layouts
     }
@@ -185,7 +185,10 @@ def _cut_state(model: nn.Module, given: Optimizers, applied: SplitResult) -> Non
 
 
 def _here(model: nn.Module, stages: StageTrace | None, grid: MeshGroups) -> Callable[[str], bool]:
-    """Whether a module runs on this rank. One that does not must send no messages: it is only asked for shapes."""
+    """Return a function that returns True if a module runs on this rank.
+
+    A module of another rank must not communicate, because here it only computes shapes.
+    """
     if stages is None:
         return lambda name: True
     from echelon.parallel.pipeline.stage_modules import holds
@@ -201,7 +204,7 @@ def _here(model: nn.Module, stages: StageTrace | None, grid: MeshGroups) -> Call
 
 
 def _drop_remote_stages(stages: StageTrace | None, model: nn.Module, given: Optimizers, grid: MeshGroups) -> None:
-    """Other stages' weights leave this rank, and its optimizers."""
+    """Remove the weights of other ranks' stages from the model and from the optimizers."""
     if stages is None:
         return
     from echelon.parallel.pipeline.stage_modules import keep_only
@@ -217,7 +220,7 @@ def _drop_remote_stages(stages: StageTrace | None, model: nn.Module, given: Opti
 
 
 def hosted_stages(stages: StageTrace, grid: MeshGroups) -> list[int]:
-    """The stages that run on this rank."""
+    """Return the stages that run on this rank."""
     return list(range(grid.at["stage"], 1 + max(stages.units.values()), grid.size("stage")))
 
 
@@ -235,7 +238,7 @@ def _change_modules(world: World, company: ConsistencyChecker, plan: Plan, model
 
 
 def _norms_between_stages(plan: Plan) -> Iterator[str]:
-    """Yield a line for each module that holds stages and calls batch norm itself: no rank runs it as a whole."""
+    """Yield a warning for each module that calls batch norm outside the stages within it: no rank runs it whole."""
     units = plan.stages.units if plan.stages else {}
     for name in plan.sync_batch_norm:
         if any(unit != name and within(unit, name) for unit in units):
@@ -247,7 +250,11 @@ def _norms_between_stages(plan: Plan) -> Iterator[str]:
 
 
 def local_segments(plan: Plan, grid: MeshGroups) -> tuple[Segments, tuple[str, ...]]:
-    """In a pipeline, what lies inside this rank's units; where segments would reach over them, each unit is one."""
+    """Return the recompute segments and chains of this rank.
+
+    In a pipeline these are the ones inside this rank's units. If any segment reaches beyond a unit, each unit becomes
+    one segment.
+    """
     if plan.stages is None:
         return plan.recompute, plan.chains
     mine = hosted_stages(plan.stages, grid)
@@ -266,7 +273,7 @@ def local_segments(plan: Plan, grid: MeshGroups) -> tuple[Segments, tuple[str, .
 
 
 def _count_experts_together(plan: Plan, model: nn.Module, grid: MeshGroups, here: Callable[[str], bool]) -> None:
-    """Experts' capacity is for the tokens of a global batch, whoever routes them."""
+    """Compute the capacity of experts from the tokens of the global batch, over all ranks that route them."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
     if not layers or not plan.ranks > 1:
         return
@@ -280,7 +287,7 @@ def _count_experts_together(plan: Plan, model: nn.Module, grid: MeshGroups, here
 
 
 def _carriers(plan: Plan, grid: MeshGroups) -> dict[tuple[str, ...], list[dist.ProcessGroup]]:
-    """By axes, the groups that carry buckets."""
+    """Return the process groups for gradient buckets, by mesh axes."""
     axes = sorted({bucket.axes for bucket in plan.buckets} | {("replicate",)})
     made = {along: [grid.new_group(*along) for _ in range(plan.communicators)] for along in axes}
     return {along: [group for group in groups if group is not None] for along, groups in made.items()}
@@ -317,7 +324,7 @@ def _shard(
 
 
 def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[str, GradientReducer]:
-    """What steps while backward runs, and sums gradients over replicas before it."""
+    """Return reducers that sum gradients over replicas and update the weights during backward."""
     from echelon.parallel.low_memory.backward_updates import updates_in_backward
 
     carrier = next(iter(carriers[("replicate",)]), None)
@@ -325,20 +332,23 @@ def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[st
 
 
 def params_shared_by_stages(plan: Plan, grid: MeshGroups) -> set[str]:
-    """Parameters that several places along the stage axis hold."""
+    """Return the parameters that several places along the stage axis hold."""
     holders = plan.stages.holders if plan.stages else {}
     return {name for name, stages in holders.items() if len({stage % grid.size("stage") for stage in stages}) > 1}
 
 
 def _leads(plan: Plan, name: str, grid: MeshGroups) -> bool:
-    """Whether no earlier place along the stage axis holds this parameter."""
+    """Return True if this rank's place is the first along the stage axis that holds this parameter."""
     if plan.stages is None:
         return True
     return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.at["stage"]
 
 
 def _addends(plan: Plan, grid: MeshGroups) -> dict[str, Addend]:
-    """Of the gradients that this rank's backward makes. Sharded ones are sums over replicas from the first pass on."""
+    """Return the addend of each gradient sum that this rank's backward computes.
+
+    With shard levels 2 and 3 every pass is summed over replicas, so the replicate axis does not count.
+    """
     summed = plan.shard is not None and plan.shard.level > 1
     found: dict[str, Addend] = {}
     for bucket in plan.buckets:

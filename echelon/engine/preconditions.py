@@ -1,4 +1,4 @@
-"""Checks of what ``distribute()`` is given, before anything is made of it: each failure is one line."""
+"""Checks of the model and the optimizers that ``distribute()`` runs first; each failure is a ``UsageError``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from echelon.base.errors import UsageError
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose parameters have no shape yet."""
-    lazy: Callable[[torch.Tensor], bool] = is_lazy  # torch's own annotation calls what follows unreachable
+    """Raise ``UsageError`` if a lazy parameter of the model has no shape yet."""
+    lazy: Callable[[torch.Tensor], bool] = is_lazy  # with torch's annotation, mypy finds the rest unreachable
     for name, parameter in model.named_parameters():
         if lazy(parameter):
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -25,7 +25,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that runs the model itself."""
+    """Raise ``UsageError`` if an optimizer runs the model itself through a closure."""
     for key, optimizer in optimizers.items():
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

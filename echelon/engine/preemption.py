@@ -1,14 +1,13 @@
-"""Leaving when asked: SIGTERM or SIGUSR1 reaches some of the ranks, and all of them stop after the same step.
+"""Preemption: after SIGTERM or SIGUSR1 to some of the ranks, all ranks stop after the same step.
 
-Signals come to ranks at different times, and perhaps not to all. Through the store in which the ranks met:
+Signals reach ranks at different times, and possibly not all of them. The ranks agree through the rendezvous store:
 
-1. A rank that was asked says so (``asked``). A thread of every rank looks for that twice a second; once it sees it, its
-   rank looks into the store after every step, and the thread says that it will (``ready``).
-2. When all are ready, rank 0 names the step to stop after (``step``): the one that it is about to begin. Nobody can
-   finish that one without rank 0, so everybody who has finished it finds its number in the store.
+1. A rank that received a signal sets ``asked``. A thread of every rank polls for it twice a second. Once a thread sees
+   it, its rank reads the store after every step, and the thread increments ``ready``.
+2. When all ranks are ready, rank 0 sets ``step``, the step to stop after: the one that rank 0 is about to begin. No
+   rank can finish this step without rank 0, so every rank that has finished it finds its number in the store.
 
-As long as nobody asks, a step pays for one comparison. Where ranks step alone (localsgd), it is their next meeting that
-they stop after.
+Without a signal, a step costs one comparison. Under local SGD, ranks stop after their next averaging step.
 """
 
 from __future__ import annotations
@@ -28,24 +27,27 @@ import torch.distributed as dist
 from echelon.base.environment import LEAVE_MARK, REQUEUE
 from echelon.distributed.world import World
 
-#: Signals that ask a rank to save and leave.
+#: Signals that request a rank to save and exit.
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
-#: Seconds between two looks for a request of another rank; with thousands of ranks more, to spare the store.
+#: Seconds between two polls for a request of another rank; longer with thousands of ranks, to limit store load.
 INTERVAL, INTERVAL_PER_RANK = 0.5, 0.001
 
-_numbers = itertools.count()  # tells apart the engines of one process, alike on all ranks
+_numbers = itertools.count()  # numbers the engines of a process, equally on all ranks
 
 
 class PreemptionHandler:
-    """What one rank knows of requests to leave. Made in the main thread, where Python allows to handle signals."""
+    """One rank's preemption signals. Create it in the main thread, where Python allows signal handlers."""
 
     def __init__(self, world: World, name: int) -> None:
-        """name: the rank's number in the job, where ``world`` is this process alone (workers of servers)"""
+        """Install the signal handlers and start polling for requests of other ranks.
+
+        name: the rank's number in the job; ``world`` has only this process for workers of parameter servers
+        """
         self._world, self._name = world, name
         self._pid = os.getpid()
-        self._asked: str | None = None  # the signal that reached this rank
+        self._asked: str | None = None  # the signal that this rank received
         self._left = False
-        self._checking = False  # another rank was asked: look into the store after every step
+        self._checking = False  # True after a request: read the store after every step
         self._previous: dict[signal.Signals, Any] = {}
         self._requests = _PreemptionRequests(world) if world.control is not None else None
         self._over = threading.Event()
@@ -56,9 +58,9 @@ class PreemptionHandler:
             self._watcher.start()
 
     def due(self, step: int, next_meeting: Callable[[], int]) -> bool:
-        """Whether to save and leave after ``step``, which has just been done.
+        """Return True if this rank must save and exit after ``step``, which it has just finished.
 
-        next_meeting: the first step from here on that nobody can finish without rank 0
+        next_meeting: returns the next step that no rank can finish without rank 0
         """
         if self._requests is None:
             self._left = self._asked is not None
@@ -67,7 +69,7 @@ class PreemptionHandler:
         return self._left
 
     def _agreed_on(self, step: int, next_meeting: Callable[[], int], requests: _PreemptionRequests) -> bool:
-        if self._world.device.type == "cuda":  # this rank's host may be ahead: what it has not done is not finished
+        if self._world.device.type == "cuda":  # the host may run ahead; a step is finished when the device is done
             torch.cuda.synchronize(self._world.device)
         chosen = requests.step()
         if chosen is None and self._world.rank == 0 and requests.all_ready():
@@ -75,18 +77,18 @@ class PreemptionHandler:
         return chosen == step
 
     def leave(self, step: int, saved_in: str | None, say: Callable[[str], None]) -> NoReturn:
-        """End this process, whose state after ``step`` is kept."""
+        """Exit this process with code ``REQUEUE``; its state after ``step`` is saved."""
         kept = f"saved step {step} in {saved_in}" if saved_in else f"step {step} is in the launchers' memory"
         say(f"asked to end by {self._reason}: {kept}; exit code {REQUEUE} asks to be started again")
         raise SystemExit(REQUEUE)
 
     @property
     def _reason(self) -> str:
-        """The name of the signal, whichever rank it reached."""
+        """The name of the signal, received by any rank."""
         return self._asked or (self._requests.reason() if self._requests is not None else "")
 
     def close(self) -> None:
-        """Signals mean what they meant before. The mark of a rank that has left stays: the launcher looks for it."""
+        """Restore the previous signal handlers. The mark file of a preempted rank stays, for the launcher."""
         self._over.set()
         if self._watcher is not None:
             self._watcher.join(timeout=5.0)
@@ -99,7 +101,7 @@ class PreemptionHandler:
 
     def _install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # it still leaves with the others
+            return  # this rank still exits with the others
         for number in ASKING:
             self._previous[number] = signal.signal(number, self._note) or signal.SIG_DFL
         if (mark := self._mark()) is not None:
@@ -110,14 +112,14 @@ class PreemptionHandler:
         return Path(directory) / f"rank-{self._name}" if directory else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. It may interrupt anything, so it takes no lock and talks to nobody."""
-        if os.getpid() != self._pid:  # a process that was forked from this one: the request is its own
+        """Record the signal. The handler may interrupt any code, so it takes no lock and does not communicate."""
+        if os.getpid() != self._pid:  # a forked child process: the signal is for the child alone
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._asked = signal.Signals(number).name
         other = getattr(self._previous.get(signal.Signals(number)), "__self__", None)
-        if isinstance(other, PreemptionHandler):  # of another engine in this process
+        if isinstance(other, PreemptionHandler):  # the handler of another engine in this process
             other._note(number, frame)
 
     def _watch(self) -> None:
@@ -132,12 +134,12 @@ class PreemptionHandler:
                     self._checking = True
                     self._requests.ready()
                     return
-        except (RuntimeError, OSError):  # the store is gone and with it the job; the ranks find out by themselves
+        except (RuntimeError, OSError):  # the store is gone and so is the job; collectives will fail on their own
             return
 
 
 class _PreemptionRequests:
-    """The ranks' common notes. Nothing here waits for another rank."""
+    """The keys in the store that all ranks share. No method waits for another rank."""
 
     def __init__(self, world: World) -> None:
         prefix = f"echelon/leave/{next(_numbers)}"

@@ -1,4 +1,4 @@
-"""The optimizer that runs in place of the one that was given, where the plan says so. They share parameter groups."""
+"""Replaces the user's optimizers by those that the plan requires; both share their parameter groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.plan import Plan
 
 
 def replaced_decay(plan: Plan, given: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-    """A line for each optimizer whose own weight decay gives way to that of the strategy."""
+    """Return a log line for each optimizer whose weight decay is replaced by that of the strategy."""
     name, settings = ("lars", plan.lars) if plan.lars else ("lamb", plan.lamb)
     if settings is None:
         return []
@@ -28,7 +28,11 @@ def replaced_decay(plan: Plan, given: Mapping[str, torch.optim.Optimizer]) -> li
 def replace_optimizers(
     plan: Plan, given: Mapping[str, torch.optim.Optimizer], named: Mapping[str, nn.Parameter], peers: DgcGroups | None
 ) -> dict[str, torch.optim.Optimizer]:
-    """For each optimizer, by name, the one that takes its steps. ``named``: what this rank holds of the model."""
+    """Return, by name, the optimizers that take the steps of the ``given`` ones.
+
+    named: parameters or shards that this rank holds
+    peers: process groups of DGC; None without DGC
+    """
     return {key: _successor(plan, key, optimizer, named, peers) for key, optimizer in given.items()}
 
 

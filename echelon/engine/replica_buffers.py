@@ -1,8 +1,9 @@
-"""ReplicaBuffers: buffers that each replica's own batch feeds (a running mean of inputs, say), kept alike on replicas.
+"""``ReplicaBuffers``: keeps buffers equal on replicas if each replica updates them from its own batch.
 
-They are found by comparing all buffers in the first passes, and again whenever the model is shown or stored; batch norm
-has its own way. From then on they are averaged over replicas after every pass, weighted by samples. That is what one
-process has where the update is linear in the mean of the batch (``lerp_``) and comes after the last use in forward.
+An example is a running mean of inputs; batch norm is handled elsewhere. Such buffers are found by comparing all buffers
+in the first passes, and whenever the model is evaluated or saved. From then on they are averaged over replicas after
+every pass, weighted by samples. The result equals that of one process if the update is linear in the mean of the batch
+(``lerp_``) and follows the last use in forward.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from echelon.plan.fake_forward import is_placeholder
 
 Say = Callable[[str], None]
 
-#: Passes after which all buffers are compared.
+#: Number of first passes after which all buffers are compared.
 FIRST_PASSES = 3
 
 
-#: Elements of a buffer whose order is compared; a copy of them is made in doubles.
+#: Most elements of a buffer whose order is compared; they are copied as float64.
 MOST_WEIGHED = 2**20
 
 
 class _Place(NamedTuple):
-    """A buffer by its place, since a forward may put another tensor there."""
+    """A buffer identified by module and key, because a forward pass may replace the tensor."""
 
     name: str
     module: nn.Module
@@ -56,7 +57,7 @@ def replica_buffers(
     company: ConsistencyChecker,
     say: Say,
 ) -> ReplicaBuffers | None:
-    """Return what keeps buffers alike; None where no replica shares every step with another, or there are none."""
+    """Return the object that keeps buffers equal; None if there are no buffers or no replicas that share every step."""
     group = grid.group(*plan.data_axes)
     has_any = bool(plan.sync_batch_norm) or next(_outside_of_norms(model), None) is not None
     if group is None or control is None or plan.local or not has_any:
@@ -75,9 +76,9 @@ def _outside_of_norms(model: nn.Module) -> Iterator[_Place]:
 class ReplicaBuffers:
     """One rank's buffers outside of batch norms.
 
-    group:   the replicas of this rank's part of the model
-    control: all ranks
-    remarks: lines that this rank has for rank 0; they are told in the first passes too
+    group:   replicas of this rank's part of the model
+    control: process group of all ranks
+    remarks: warnings of this rank, which rank 0 logs after the first passes
     say:     writes a line on rank 0
     """
 
@@ -93,10 +94,10 @@ class ReplicaBuffers:
         self._places = [place for place in _outside_of_norms(model) if _can_be_compared(place.value)]
         self._fed: list[_Place] = []
         self._left = FIRST_PASSES
-        self.is_active = True  #: whether a pass has to be followed by ``after_pass``
+        self.is_active = True  #: True if ``after_pass`` must be called after each pass
 
     def after_pass(self, samples: float) -> None:
-        """Keep buffers alike after a pass on so many samples of this rank's. All ranks call it."""
+        """Make buffers equal after a pass; ``samples`` is the number on this rank. All ranks call it."""
         if self._fed:
             self._average(samples)
         if self._left > 0:
@@ -105,7 +106,7 @@ class ReplicaBuffers:
         self.is_active = self._left > 0 or bool(self._fed)
 
     def compare(self, samples: float = 1.0) -> None:
-        """Find buffers that differ between replicas, and tell of them. All ranks call it."""
+        """Find buffers that differ between replicas, log and average them. All ranks call it."""
         fed = [place for place, differs in zip(self._places, self._differing(), strict=True) if differs]
         new = [place for place in fed if place not in self._fed]
         told, self._remarks[:] = list(self._remarks), []
@@ -137,7 +138,7 @@ class ReplicaBuffers:
 
 
 def _average_by(tensors: Sequence[Tensor], samples: float, group: dist.ProcessGroup) -> None:
-    """Make tensors their mean over replicas, weighted by samples; whole numbers become those of the first replica."""
+    """Replace tensors by their mean over replicas, weighted by samples; integers become those of the first replica."""
     flat = flatten(tensors)
     with waiting("average of buffers", "", group):
         if not (flat.is_floating_point() or flat.is_complex()):
@@ -155,11 +156,11 @@ def _can_be_compared(value: Tensor) -> bool:
 
 
 def _fingerprint(value: Tensor) -> Tensor:
-    """Return two numbers that hardly two tensors share."""
+    """Return two numbers that are very unlikely to be equal for different tensors."""
     plain = (torch.view_as_real(value) if value.is_complex() else value).detach().flatten()
     plain = plain if plain.is_floating_point() else plain.float()
     order = torch.linspace(1.0, 2.0, min(plain.numel(), MOST_WEIGHED), dtype=torch.double, device=plain.device)
-    weighed = torch.dot(order, plain[: order.numel()].double())  # so that values that change places are seen
+    weighed = torch.dot(order, plain[: order.numel()].double())  # detects permuted values
     return torch.stack([weighed, torch.linalg.vector_norm(plain, dtype=torch.double)])
 
 
@@ -171,7 +172,7 @@ def _is_same(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _lines(fed: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is to be said of buffers, given the classes of their modules by name."""
+    """Yield log lines on differing buffers; ``fed`` has the class of each buffer's module."""
     norms = {name: kind for name, kind in fed.items() if name.rpartition(".")[2] in _OF_NORMS}
     for kind in dict.fromkeys(norms.values()):
         owners = list(dict.fromkeys(name.rpartition(".")[0] for name in norms if norms[name] == kind))
@@ -188,7 +189,7 @@ def _lines(fed: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-#: By these names a norm keeps its running statistics.
+#: Names of the running statistics of a norm.
 _OF_NORMS = ("running_mean", "running_var")
 
 

@@ -1,4 +1,4 @@
-"""OneModel: what is shown, stored or sent is one model, also where replicas differ or servers hold the parameters."""
+"""``ReplicaSync``: gives all ranks one model to evaluate or save if replicas differ or servers hold parameters."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ if TYPE_CHECKING:
 
 
 class ReplicaSync:
-    """Replicas agree on it when they are asked to; all ranks ask together."""
+    """Synchronizes replicas on demand; all ranks call its methods together."""
 
     def __init__(self, model: nn.Module, company: ConsistencyChecker, served: ParameterServerSession | None) -> None:
         self._model, self._company, self._served = model, company, served
-        self.local: LocalSgdAverager | None = None  #: where replicas step alone
-        self.buffers: ReplicaBuffers | None = None  #: of replicas that share every step
+        self.local: LocalSgdAverager | None = None  #: set under local SGD, where replicas step alone
+        self.buffers: ReplicaBuffers | None = None  #: buffers to keep equal on replicas that share every step
 
     def takes(self, plan: Plan, grid: MeshGroups) -> None:
-        """Go by this plan."""
+        """Use this plan from now on."""
         self._plan, self._grid = plan, grid
 
     def has_local_statistics(self) -> bool:
-        """Whether each replica has batch-norm statistics of its own."""
+        """Return True if each replica has its own batch-norm statistics."""
         return self._plan.replicas > 1 and not self._plan.sync_batch_norm and bool(batch_norm_names(self._model))
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Replicas that step alone are their average for as long; others agree on what differs, and go on with it."""
+        """Give all replicas one model within the context.
+
+        Replicas that step alone have their average within the context only. Other replicas average the buffers that
+        differ, and keep the result.
+        """
         if self.local is not None:
             with self._company.explained(), self.local.averaged():
                 yield
@@ -52,7 +56,7 @@ class ReplicaSync:
         yield
 
     def meet(self) -> None:
-        """Replicas go on with what they have in common."""
+        """Synchronize the replicas, which continue with the result."""
         self._refresh()
         if self.local is not None:
             with self._company.explained():

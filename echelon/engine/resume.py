@@ -1,4 +1,4 @@
-"""Resuming: where training goes on from, and what is said of it."""
+"""``StateRestorer``: finds the state that training resumes from, restores it and logs it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class StateRestorer:
-    """Puts state back in its place. Its calls return the last step of what is gone on from.
+    """Restores the training state; its methods return the step of the restored state.
 
-    A pipeline that no batch has cut has no place for it yet: then only loaders go on, and the rest waits for ``takes``.
+    Before the first batch has partitioned a pipeline, only loaders can be restored; the rest waits for ``takes``.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class StateRestorer:
         self._put: Stored | None = None
 
     def takes(self, parts: ParallelModel, step: int) -> int:
-        """From now on there is a place for it; what was waiting for one is put there. ``step``: where nothing was."""
+        """Set the parallel model and restore state that waited for it; return its step, or ``step`` if none waited."""
         self._parts, waiting = parts, self._waiting
         if waiting is None:
             return step
-        if waiting is not self._put:  # it was named by the user
+        if waiting is not self._put:  # the user has named the checkpoint
             return self._restore(waiting, parts)
         if (line := self._damage(waiting)) is not None:
             raise Damaged(f"{line}; remove it, and the same command goes on from the one before it")
@@ -58,8 +58,10 @@ class StateRestorer:
         return self._waiting.step
 
     def newest(self, step: int) -> int:
-        """Go on from what this worker left with servers, from copies in memory, or from the newest checkpoint that is
-        whole. ``step``: where there is nothing."""
+        """Resume from this worker's state on servers, in-memory snapshots, or the newest undamaged checkpoint.
+
+        The result is the step of the restored state, or ``step`` if there is none.
+        """
         if self._served is not None and (left := self._served.resumed) is not None:
             step = self._keeper.restore_worker_state(left)
             self._voice.resumed(f"went on after step {step}, where this worker was before it was started again")
@@ -77,7 +79,7 @@ class StateRestorer:
         return stored
 
     def _announced(self, stored: Stored) -> int:
-        """Say what training goes on from; returns its step."""
+        """Log what training resumes from and return its step."""
         if self._keeper.average is not None and stored.facts.get("ema") is None:
             self._voice.say("ema: the checkpoint has no averaged weights; the average begins again from its weights")
         self._voice.resumed(f"resumed from {stored.title}, after step {stored.step}{stored.origin}")
@@ -89,7 +91,11 @@ class StateRestorer:
         return stored.step
 
     def _first_whole(self, step: int) -> int:
-        """Ranks read different parts of a checkpoint: what one of them finds damaged, none goes on from."""
+        """Restore the newest undamaged state and return its step, or ``step`` if there is no state.
+
+        Ranks read different parts of a checkpoint; if one rank finds it damaged, no rank resumes from it. Raises
+        ``CheckpointError`` if all are damaged.
+        """
         line: str | None = None
         for source in self._sources():
             if (line := self._damage(source)) is None:
@@ -106,7 +112,7 @@ class StateRestorer:
         return step
 
     def _sources(self) -> Iterator[Path | Stored]:
-        """Copies in memory, then checkpoints, the newest first."""
+        """Yield in-memory snapshots, then checkpoints, each newest first."""
         for skipped in itertools.count():
             copies = self._memories.newest(skipped) if self._memories is not None else None
             if copies is None:
@@ -115,14 +121,14 @@ class StateRestorer:
         yield from self._kept()
 
     def _kept(self) -> list[Path]:
-        """Return the run's checkpoints as rank 0 lists them: another job may be writing there meanwhile."""
+        """Return the run's checkpoints as rank 0 lists them, because another job may write there at the same time."""
         paths = self._keeper.kept()
         if self._world.control is None:
             return paths
         return [Path(path) for path in gather_json([str(path) for path in paths], self._world.control)[0]]
 
     def _damage(self, source: Path | Stored) -> str | None:
-        """Put this back in its place, on all ranks; returns why one of them cannot go on from it, None if all can."""
+        """Restore ``source`` on all ranks; return the reason why a rank cannot resume from it, None if all can."""
         mine = self._own_damage(source)
         found = [mine] if self._world.control is None else gather_json(mine, self._world.control)
         return next(filter(None, found), None)
@@ -130,7 +136,7 @@ class StateRestorer:
     def _own_damage(self, source: Path | Stored) -> str | None:
         try:
             if self._parts is None:
-                if self._world.rank == 0 and isinstance(source, Path):  # too late to choose another when it is read
+                if self._world.rank == 0 and isinstance(source, Path):  # when it is read, no other can be chosen
                     self._keeper.verify(source)
                 self._waiting = self._put = self._keeper.peek(source)
             else:
@@ -144,6 +150,6 @@ class StateRestorer:
         return None
 
     def _gone_on(self) -> int:
-        """Training goes on from what was put in its place last; returns its step."""
+        """Return the step of the state that was restored last, and log it."""
         assert self._put is not None
         return self._put.step if self._parts is None else self._announced(self._put)

@@ -1,4 +1,4 @@
-"""Ending: what an engine has to finish, when it is closed or else when the process ends."""
+"""``ExitHook``: finishes an engine's background work when it is closed, or else when the process exits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from echelon.base.errors import EchelonError
 
 
 class ExitHook:
-    """``finish`` is told what the process ends with: an error that nobody caught, or ``None``."""
+    """Calls ``finish`` once, on request or at exit.
+
+    finish: called with the uncaught exception that ends the process, or ``None``
+    """
 
     def __init__(self, finish: Callable[[BaseException | None], None]) -> None:
         self._finish = finish
         atexit.register(self._at_exit)
 
     def comes_first(self) -> None:
-        """At exit, before those who have registered until now: what they end is still needed to finish."""
+        """Run at exit before all handlers registered so far, because ``finish`` needs what they close."""
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
@@ -29,7 +32,7 @@ class ExitHook:
     def _at_exit(self) -> None:
         try:
             self._finish(getattr(sys, "last_value", None))
-        except EchelonError as error:  # the last checkpoint failed in the background, say
+        except EchelonError as error:  # for example, the last checkpoint failed in the background
             print(f"echelon: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(1)  # an exit handler has no other way to say that the run did not end well
+            os._exit(1)  # an exit handler has no other way to set the exit code

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start: what will run, and what the user may not expect."""
+"""The lines that a run logs at its start: the plan, and everything that the user may not expect."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def announcement(
     statistics: bool,
     separate: str | None = None,
 ) -> Iterator[str]:
-    """All of it.
+    """Yield the lines that a run logs at its start.
 
-    held:       what is in place of some of the model's parameters
-    statistics: replicas each have batch-norm statistics of their own
-    separate:   the processes of a job whose workers know of one another through servers only; the plan's mesh is then
-                this worker's alone
+    notices:    further lines
+    held:       tensors that replace some of the model's parameters, such as shards
+    statistics: True if each replica has its own batch-norm statistics
+    separate:   description of the processes of a job whose workers are connected through servers only; the plan's
+                mesh then has this worker only; default None
     """
     processes = separate or f"{world.size} x {world.device.type} ({world.backend})"
     yield f"{processes}, {world.place.launcher}"
@@ -45,7 +46,7 @@ def announcement(
 
 
 def _left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[int]) -> Iterator[str]:
-    """Parameters that no optimizer has; those it has are known by identity."""
+    """Yield a line if parameters belong to no optimizer; ``owned`` has the ids of those that do."""
     trained = [(name, held.get(name, p)) for name, p in model.named_parameters() if p.requires_grad]
     left = [name for name, p in trained if id(p) not in owned]
     if left:
@@ -53,7 +54,7 @@ def _left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[in
 
 
 def placement(plan: Plan, marks: ModelMarks, ranks_per_host: int, cut: Collection[str]) -> list[str]:
-    """Return which devices hold which part of the model; ``cut``: parameters that splitting has cut."""
+    """Return the table of the devices that hold each part of the model; ``cut`` has the split parameters."""
     units, splits = plan.stages.units if plan.stages else {}, plan.splits or marks.splits
     holders = plan.stages.holders if plan.stages else {}
     held = ParameterPlacement({p.name: holders.get(p.name, ()) for p in plan.model}, cut, _shared(plan))

@@ -1,4 +1,4 @@
-"""Updates: gradients that are ready are clipped and applied, by optimizers here or on servers; schedules follow."""
+"""``OptimizerUpdate``: clips and applies reduced gradients, here or on servers, and steps the schedulers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 class OptimizerUpdate:
-    """One update is ``begin``, ``weights`` where there is something to apply, ``end``.
+    """One optimizer update: ``begin``, then ``weights`` if there are gradients to apply, then ``end``.
 
-    given: the optimizers that the user made, whatever steps in their place; schedules drive them
-    guard: lets these steps through, and no others
+    given: the user's optimizers, which schedulers drive even if other optimizers take the steps
+    guard: context that marks optimizer steps as those of the engine
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class OptimizerUpdate:
         self._owned = _parameter_count(given)
 
     def chosen(self, name: str | None) -> Optimizers:
-        """The optimizer of that name, or all of them."""
+        """Return the optimizer of that name, or all of them. Raises ``UsageError`` for an unknown name."""
         if name is None:
             return self._optimizers
         if name not in self._optimizers:
@@ -56,14 +56,14 @@ class OptimizerUpdate:
         return {name: self._optimizers[name]}
 
     def begin(self, optimizers: Optimizers) -> float:
-        """The learning rate of the update, before schedules change it and without what scales it."""
-        if self._world.size > 1 and _parameter_count(self._given) != self._owned:  # they are reduced by nobody
+        """Return the learning rate of the update, before schedulers change it and without scaling factors."""
+        if self._world.size > 1 and _parameter_count(self._given) != self._owned:  # new ones would not be reduced
             raise UsageError("an optimizer was given more parameters after distribute(); call distribute() again")
         return float(next(iter(optimizers.values())).param_groups[0]["lr"])
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to apply."""
+        """True if there is nothing to apply."""
         return self._gradients.overflowed or self._gradients.empty
 
     def weights(self, optimizers: Optimizers, factor: float, loss: Tensor) -> None:
@@ -84,7 +84,7 @@ class OptimizerUpdate:
             self._schedules.after_update([self._given[key] for key in optimizers])
 
     def end(self, step: int, loss: Tensor, rate: float) -> Sequence[str]:
-        """Gradients are done with. Where replicas step alone, it may be time to meet. What there is to be said."""
+        """Drop the gradients, update the loss scale, average under local SGD if due, and return log lines."""
         news = self._scaler.update(finite=not self._gradients.overflowed) if self._scaler.active else None
         self._gradients.applied()
         if self._local is None:

@@ -1,4 +1,4 @@
-"""The whole model again, from the parts that ranks hold."""
+"""Gathers the full state dict of the model from the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from echelon.distributed.tensor_layout import Layout, Part
 
 @torch.no_grad()
 def whole_state(holdings: LocalState, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by name, whole, in host memory, on every rank. All ranks call it.
+    """Return all parameters and persistent buffers by name, whole, in host memory, on every rank. All ranks call it.
 
-    Tied weights are there under each of their names, as in ``state_dict()``.
+    Tied weights appear under each of their names, as in ``state_dict()``.
     """
     return assembled_state(holdings, holdings.tensors(), control if in_parts else None)
 
@@ -30,7 +30,7 @@ def whole_state(holdings: LocalState, control: dist.ProcessGroup | None, in_part
 def assembled_state(
     holdings: LocalState, mine: dict[str, Tensor | Part], control: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """Return the whole state of which this rank has ``mine``; ``control=None``: what is here is whole."""
+    """Return the full state of which this rank holds ``mine``; ``control=None`` means that ``mine`` is complete."""
     found = put_together(mine, holdings.speaks, control)
     return found | {second: found[first] for second, first in model_aliases(holdings.model).items()}
 
@@ -39,7 +39,12 @@ def assembled_state(
 def put_together(
     mine: dict[str, Tensor | Part], speaks: Collection[str], control: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """Whole tensors from what each rank has of them and ``speaks`` for; ``control=None``: what is here is whole."""
+    """Return whole tensors from the parts of all ranks.
+
+    mine:    tensors and parts that this rank holds
+    speaks:  names that this rank contributes
+    control: process group of all ranks; None if ``mine`` is complete
+    """
     if control is None:
         return {name: _plain(value).cpu().clone() for name, value in mine.items()}
     spoken = {name: value for name, value in mine.items() if name in speaks}
@@ -49,7 +54,10 @@ def put_together(
 
 
 def _assembled(name: str, facts: list[Any], spoken: dict[str, Tensor | Part], control: dist.ProcessGroup) -> Tensor:
-    """Each piece comes from one rank, zeros from the others: added as bytes, so that every type comes through."""
+    """Gather one tensor by all-reduce: each piece comes from one rank, and the other ranks contribute zeros.
+
+    The tensor is summed as bytes, so that every dtype is exact.
+    """
     shape, dtype = tuple(facts[0]), getattr(torch, facts[1])
     whole = torch.zeros(shape, dtype=dtype)
     if name in spoken:

@@ -1,4 +1,4 @@
-"""Models that were wrapped for another way of training in parallel."""
+"""Removes torch's parallel wrappers from a model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from echelon.base.errors import UsageError
 
-#: torch's classes that cut parameters into parts; told by name, as their module takes a second to import
+#: Torch's classes that shard parameters, compared by name, because importing their module takes 1 s.
 CUTTING = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the model inside torch's wrappers, and a line that says so; '' where there are none.
+    """Return the model inside torch's wrappers, and a log line on it; the line is '' without wrappers.
 
-    A wrapper that the script still calls in a loop of its own no longer reduces gradients: the engine does.
+    If user code still calls the wrapper in its own loop, the wrapper no longer reduces gradients; the engine does.
     """
     line = ""
     while isinstance(model, DistributedDataParallel | DataParallel):

@@ -1,5 +1,5 @@
-"""The fast path: compiled blocks, bf16, channels last, fused optimizers, CUDA graphs. On by itself where it is safe.
+"""The fast path: compiled blocks, bf16, channels last, fused optimizers, CUDA graphs; on by default where it is safe.
 
-``look`` finds what model and device allow, ``decide`` chooses (a pure function) and writes it into the Plan, ``path``
-does what the Plan says.
+``inspect`` finds what model and device allow, ``policy.decide`` (a pure function) chooses the parts, which are stored
+in the Plan, and ``fast_path`` applies them.
 """

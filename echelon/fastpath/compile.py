@@ -1,4 +1,4 @@
-"""Compiling modules in place, so that names and state stay as they are, and going on without it where it fails."""
+"""Compiles modules in place with torch.compile, without changing names or state; runs them uncompiled on failure."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from echelon.strategy.fastpath_choice import WHOLE
 
 Say = Callable[[str], None]
 
-#: For tests: another compiler than torch's own.
+#: Backend of torch.compile; tests replace it.
 backend: str | Callable[..., Any] = "inductor"
 
-#: Programs for one piece of code, beyond one for each block: other lengths, other modes. Torch's limit is 8 in all, and
-#: blocks whose code reads their own number take one each.
+#: Compiled programs per code object, in addition to one for each block: for other lengths and modes. Torch's limit is 8
+#: in total, and blocks whose code reads their own index need one program each.
 SPARE = 8
 
 
-#: In words of torch, what compiled code cannot do and uncompiled can.
+#: Parts of torch's error messages for operations that fail only in compiled code.
 CANNOT = ("aot_autograd does not currently support double backward", "donated buffer")
 
-#: The first torch whose compiled code notices when an attribute of a class changes; before, it goes on with the old.
+#: The first torch version that guards on class attributes; earlier ones go on with the old value after a change.
 NOTICES = (2, 13)
 
 
 class ModuleCompiler:
-    """What was compiled in one model. The first failure ends all of it: the step is then run as it was written."""
+    """Compiles parts of one model. After the first failure the whole step runs uncompiled."""
 
     def __init__(self, say: Say, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         self._say, self._model, self._loss = say, model, loss
         self.given_up = False
-        self.in_step = False  #: under way, so that ``begin`` has been called
+        self.in_step = False  #: True while a step runs, for which ``begin`` has been called
         self._recovers = False
-        self._made = False  # any program of a module
+        self._made = False  # True if any module has been compiled to a program
         self._errors = _errors()
         self._unnoticed: PythonGuards | None = None
 
     def begin(self) -> None:
-        """Goes before every step."""
+        """Check class attributes before a step; give up compiling if one has changed that torch does not guard."""
         if self.given_up or _version() >= NOTICES:
             return
         if self._unnoticed is None:
@@ -62,7 +62,10 @@ class ModuleCompiler:
 
     @contextlib.contextmanager
     def step(self, recovers: bool) -> Iterator[None]:
-        """A forward pass of the engine's. ``recovers``: should it fail, all of it is done again."""
+        """Mark a forward pass of the engine within the context.
+
+        recovers: True if the caller runs the whole pass again after a failure
+        """
         self.in_step, self._recovers = True, recovers
         try:
             yield
@@ -70,7 +73,7 @@ class ModuleCompiler:
             self.in_step = self._recovers = False
 
     def modules(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Compile each of these modules. Shapes that change are compiled a second time, then for any length."""
+        """Compile each of these modules. When a shape changes, the second program is compiled for any length."""
         chosen = [model if name == WHOLE else model.get_submodule(name) for name in names]
         _configure(len(chosen) + SPARE)
         _tell_of_limit(self._say)
@@ -81,7 +84,7 @@ class ModuleCompiler:
             put_in_place(module, self._guarded(self._counted(call), module._call_impl))
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a function, such as a loss."""
+        """Return a compiled version of a function, such as a loss."""
         inside = _inside(function)
         inside.__code__ = inside.__code__.replace()
         return self._guarded(torch.compile(inside, backend=backend), function)
@@ -89,9 +92,9 @@ class ModuleCompiler:
     def _guarded(self, compiled: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             again = _is_in_backward()
-            if not self.in_step and not again:  # in a loop of the user's own
+            if not self.in_step and not again:  # called from a user-written loop
                 self.begin()
-            # Evaluation runs as written: its shapes and modes would be compiled again, mostly for a few batches.
+            # Evaluation runs uncompiled: its shapes and modes would be compiled again, mostly for a few batches.
             if self.given_up or not torch.is_grad_enabled() or _is_traced() or (again and not _is_recomputing()):
                 return plain(*args, **kwargs)
             try:
@@ -125,8 +128,10 @@ class ModuleCompiler:
             )
 
     def failed(self, error: BaseException) -> bool:
-        """Whether this came from the compiler. It compiles the backward pass when that first runs, and there are things
-        that a compiled one cannot do."""
+        """Return True if the error came from the compiler or from an operation that compiled code cannot do.
+
+        The compiler may also fail in backward, which it compiles when it first runs.
+        """
         cannot = isinstance(error, RuntimeError) and any(words in str(error) for words in CANNOT)
         return not self.given_up and (cannot or isinstance(error, self._errors))
 
@@ -138,21 +143,27 @@ class ModuleCompiler:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether its forward is torch's own, such as that of Sequential and TransformerEncoderLayer. The compiler passes
-    over such code unless it is called from some other."""
+    """Return True if the module's forward is torch's own, as in Sequential and TransformerEncoderLayer.
+
+    The compiler skips such code unless other code calls it.
+    """
     own = "forward" in vars(module)
     return not own and str(getattr(module.forward, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _entered(module: nn.Module, code: CodeType) -> Callable[..., Any]:
-    """A call with a compiled forward. Hooks stay outside of it, as they do where forward is a user's: compiled, they
-    would be taken for fixed. ``code``: of all modules that are alike, so that one program can serve them all."""
+    """Return a call of the module with a compiled forward.
+
+    Hooks are not compiled, as for a forward in user code: compiled hooks would be constants.
+
+    code: code object shared by all equal modules, so that one program serves all of them
+    """
     inside = _inside(module.forward)
     inside.__code__ = code
     compiled: Any = torch.compile(inside, backend=backend)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "forward" in vars(module):  # somebody has put another in its place since
+        if "forward" in vars(module):  # user code has replaced forward since
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not has_hooks(module):
             return compiled(*args, **kwargs)
@@ -166,8 +177,10 @@ def _entered(module: nn.Module, code: CodeType) -> Callable[..., Any]:
 
 
 def _inside(function: Callable[..., Any]) -> Any:
-    """The function as part of one that is nobody's. Programs are kept with a function's code, up to a limit: who wants
-    a limit of his own gives it code of its own."""
+    """Return a wrapper of the function whose code object can be replaced.
+
+    Torch's recompile limit is counted per code object, so a function with its own code object has its own limit.
+    """
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -176,7 +189,7 @@ def _inside(function: Callable[..., Any]) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By somebody else."""
+    """Return True if user code has compiled the module."""
     compiled = getattr(module, "_compiled_call_impl", None)
     return hasattr(module, "_orig_mod") or (compiled is not None and not is_ours(module))
 
@@ -194,7 +207,7 @@ def _programs() -> int:
 
 
 def _is_traced() -> bool:
-    """By something that wants to see the operations."""
+    """Return True while torch.jit or torch.fx traces the operations."""
     return bool(torch.jit.is_tracing()) or is_fx_symbolic_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -203,16 +216,19 @@ def _is_in_backward() -> bool:
 
 
 def _is_recomputing() -> bool:
-    """In backward, whether what is run again had its gradients recorded in forward, and so was compiled. A reentrant
-    checkpoint ran it without them, as written; compiled now, it would draw other random numbers than then."""
+    """Return True if a recomputation in backward repeats a forward that recorded gradients, and so was compiled.
+
+    A reentrant checkpoint ran its forward without gradients and uncompiled; compiled code would draw other random
+    numbers.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _forget_programs(modules: Iterable[nn.Module]) -> None:
-    """Of earlier models of the same classes, which count against a limit: it is one for each piece of code."""
+    """Drop the programs of earlier models of the same classes, which count towards the limit of their code objects."""
     from torch._dynamo import reset_code  # type: ignore[attr-defined]
 
-    forwards = (getattr(type(module), "forward", None) for module in modules)  # none in a scripted module's class
+    forwards = (getattr(type(module), "forward", None) for module in modules)  # a scripted module's class has none
     for code in {getattr(forward, "__code__", None) for forward in forwards}:
         if isinstance(code, CodeType):
             reset_code(code)
@@ -225,13 +241,13 @@ def _version() -> tuple[int, ...]:
 def _configure(programs: int) -> None:
     from torch._dynamo import config
 
-    config.skip_nnmodule_hook_guards = False  # else a hook that comes later is not run
+    config.skip_nnmodule_hook_guards = False  # otherwise a hook that is added later would not run
     config.recompile_limit = max(config.recompile_limit, programs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * programs)
 
 
 def _tell_of_limit(say: Say) -> None:
-    """Torch says it in ten lines of its own, once for each piece of code."""
+    """Report the recompile limit in one line, instead of torch's ten lines per code object."""
     logger = logging.getLogger("torch._dynamo.convert_frame")
     for old in [old for old in logger.filters if isinstance(old, _RecompileLimitFilter)]:
         logger.removeFilter(old)

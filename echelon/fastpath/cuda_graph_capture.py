@@ -1,4 +1,4 @@
-"""One forward and backward pass as a CUDA graph, with the memory it reads its batch from."""
+"""One forward and backward pass captured as a CUDA graph, with static memory for its batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ Run = Callable[[Any], tuple[Tensor, Backward]]
 
 
 class CapturedStep:
-    """``merges``: gradients of several passes are added up before they are used. ``told``: as of Rehearsal."""
+    """A forward and backward pass that is captured as a CUDA graph and replayed.
+
+    merges: True if gradients of several passes are accumulated before an update
+    told:   as in ``WarmupStep``
+    """
 
     def __init__(
         self, model: nn.Module, batch: Any, readings: PythonGuards, plain: Run, merges: bool, told: bool
@@ -32,10 +36,10 @@ class CapturedStep:
         self._gradients: list[Tensor | None] = []
         self.device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         self._weight, self._loss = torch.ones((), device=self.device), torch.zeros((), device=self.device)
-        self.loss = self._loss  #: of this step; in memory of its own, since callers keep losses
+        self.loss = self._loss  #: loss of this step, in new memory for each step, because callers keep losses
 
     def fits(self, batch: Any) -> bool:
-        """Whether a replay would do what running the step does."""
+        """Return True if a replay would give the result of running the step."""
         return self._signature.fits(batch) and self._readings.changed() is None
 
     def run(self, batch: Any) -> tuple[Tensor, Backward]:
@@ -49,7 +53,7 @@ class CapturedStep:
         self.loss = torch.empty_like(self._loss)
 
     def replay(self, weight: Tensor | float) -> None:
-        """The pass of the batch that was taken, of the loss times ``weight``."""
+        """Replay the pass for the batch given to ``take``, with backward of the loss times ``weight``."""
         self._weight.fill_(weight)
         self._launch()
         self.loss.copy_(self._loss)
@@ -58,12 +62,14 @@ class CapturedStep:
                 continue
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
-            else:  # the next replay writes over it, so what is to be merged must be a copy
+            else:  # the next replay overwrites it, so a gradient that is merged must be a copy
                 parameter.grad = gradient.clone() if self._merges else gradient
 
     def capture(self) -> None:
-        """Note down what a pass does, which does not run it. Gradients so far are put aside: those of the graph are
-        written anew by each replay."""
+        """Capture a pass, without running it.
+
+        Existing gradients are set aside, because each replay overwrites the gradients of the graph.
+        """
         kept = [parameter.grad for parameter in self._parameters]
         self._set([None] * len(kept))
         try:
@@ -74,7 +80,7 @@ class CapturedStep:
 
     def _capture(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # other threads (loaders' pinned memory) go on using the device meanwhile
+        # Other threads (the loaders' pinned memory) use the device during the capture.
         capturing = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
         with _put_right(self._graph, self.device), _none_compiled(), _telling(self._told), capturing:
             self._loss = self._pass()
@@ -93,14 +99,14 @@ class CapturedStep:
 
 
 def _none_compiled() -> contextlib.AbstractContextManager[None]:
-    """A compiler at work would spoil a capture in a way that takes the stream with it; so it refuses before."""
+    """Return a context in which recompilation fails: compiling during a capture would invalidate the stream."""
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
     return stance
 
 
 @contextlib.contextmanager
 def _put_right(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """A capture that fails leaves torch on its stream, and random generator and allocator believing that it goes on."""
+    """Restore stream, random generator and allocator after a failed capture, which leaves them in capture state."""
     index = index_of(device)
     generator = generator_of(device)
     before, stream = generator.clone_state(), torch.cuda.current_stream(device)
@@ -111,7 +117,7 @@ def _put_right(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[No
         generator.graphsafe_set_state(before)
         with contextlib.suppress(Exception):
             torch._C._cuda_endAllocateToPool(index, graph.pool())
-        with contextlib.suppress(Exception):  # what was left of the error is read, and is over with that
+        with contextlib.suppress(Exception):  # reading a pending CUDA error clears it
             torch.cuda.synchronize(device)
         raise
 
@@ -121,13 +127,15 @@ def index_of(device: torch.device) -> int:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """What random numbers on the device come from."""
+    """Return the default random generator of the device."""
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[index_of(device)]
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether a graph, which never gives its memory back, leaves room for a step beside it: a batch of another size, an
-    evaluation."""
+    """Return True if a graph, which never frees its memory, leaves room for another step on the device.
+
+    Such a step is a batch of another size or an evaluation.
+    """
     held = torch.cuda.memory_allocated(device)
     needed = torch.cuda.max_memory_allocated(device) - held
     free, _ = torch.cuda.mem_get_info(device)
@@ -135,13 +143,13 @@ def has_room(device: torch.device) -> bool:
 
 
 class WarmupStep:
-    """A step that is watched for what no graph can hold.
+    """An eager step before capture, which detects synchronization with the device: a graph cannot contain it.
 
-    ``told``: it is told that it is captured, as is the capture after it. Models ask that and then do other things:
-    where they are told, those of transformers pass masks that they leave out otherwise, which takes longer, and
-    compiled blocks are compiled anew for it; where they are not, they may look whether a mask is needed, which waits
-    for the device.
-    ``waits``: whether the step waited for the device. ``weight``: what backward got.
+    told:   value that ``is_current_stream_capturing()`` returns in this step and in the capture after it. Models behave
+            differently: with True, models of transformers pass masks that they omit otherwise, which takes longer and
+            recompiles compiled blocks; with False, they may check if a mask is needed, which waits for the device
+    waits:  True if the step waited for the device
+    weight: weight of the loss in the last backward
     """
 
     def __init__(self, told: bool = False) -> None:
@@ -149,7 +157,7 @@ class WarmupStep:
         self.weight: Tensor | float = 1.0
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
-        self.waits = False  # what compiling waited for in an earlier one counts for nothing
+        self.waits = False  # an earlier step may have waited only because it compiled
         with self._played():
             loss, inner = plain(batch)
 
@@ -175,7 +183,7 @@ class WarmupStep:
 
 @contextlib.contextmanager
 def _telling(captured: bool) -> Iterator[None]:
-    """Whoever asks whether he is captured is told this."""
+    """Patch ``torch.cuda.is_current_stream_capturing()`` to return ``captured`` within the context."""
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: captured
     try:

@@ -1,9 +1,12 @@
-"""CUDA graphs: where the host is slower than the device, forward and backward are launched as one.
+"""Runs forward and backward as one CUDA graph if the host is slower than the device.
 
-The first steps are watched. Where the device is done with forward and backward as soon as the host has handed them
-over, it waits for the host, and a step is captured, after it has been rehearsed. A graph that does something else (see
-Proof) or turns out no quicker (see Contest) is dropped. What is captured is a fixed program (see Signature, Readings),
-and a step that differs from it runs as it is written; where all steps do from then on, all begins again.
+In these modules an eager step is a step without a graph, even if its blocks are compiled.
+
+The first steps are timed. If the device finishes forward and backward as soon as the host has launched them, the step
+is host-bound, and a step is captured after some warm-up steps. A graph with other results (see GraphValidation) or
+without a gain in time (see GraphTimingComparison) is dropped. A graph is a fixed program (see StepSignature,
+PythonGuards): a step that differs from it runs eagerly, and if no step fits for a long time, the graph is dropped and
+another step is captured.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from echelon.fastpath.user_hooks import has_gradient_hooks
 from echelon.plan import Plan
 from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
-SETTLING = 6  #: steps that compile, allocate and choose kernels
+SETTLING = 6  #: first steps, which compile, allocate and choose kernels
 REHEARSED = 2
-PATIENCE = 50  #: steps in a row that do not fit, after which a graph is given up
-TRIES = 3  #: graphs, one after another
+PATIENCE = 50  #: consecutive steps that do not fit, after which a graph is dropped
+TRIES = 3  #: number of graphs that are tried one after another
 
 
 class CudaGraphRunner:
-    """Watches steps, captures one, and replays it. Each phase runs a step and says when the next one begins."""
+    """Times steps, captures one, and replays it. Each phase runs a step and sets the next phase when it is done."""
 
     def __init__(self, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, say: Say) -> None:
         self._model, self._loss, self._say, self._merges = model, loss, say, plan.gradient_merge > 1
@@ -44,7 +47,7 @@ class CudaGraphRunner:
         self._rehearsal = WarmupStep()
         self._readings: PythonGuards | None = None
         self._device = next(model.parameters()).device
-        self._captured: CapturedStep | None = None  # and proved
+        self._captured: CapturedStep | None = None  # set after validation
         self._proof: GraphValidation | None = None
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
@@ -71,7 +74,7 @@ class CudaGraphRunner:
         return plain(batch)
 
     def _examine(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
-        """A step as it is written, and what speaks against a graph of it."""
+        """Run a step eagerly, and check for reasons against a graph of it."""
         self._phase = self._rehearse
         self._readings = PythonGuards(self._model, self._loss)
         before, modules = draws(), snapshot_attributes(self._model)
@@ -140,7 +143,7 @@ class CudaGraphRunner:
         return fits
 
     def _miss(self) -> None:
-        """Where no step has fitted for long, memory is given back, and another step is captured."""
+        """Drop the graph and its memory if no step has fitted for long; then another step is captured."""
         if self._misses < PATIENCE:
             return
         self._captured = self._proof = self._contest = None
@@ -157,7 +160,7 @@ class CudaGraphRunner:
         return captured.run(batch)
 
     def _judge(self, written: float, captured: float) -> None:
-        """Keep the graph if it is quicker."""
+        """Keep the graph if it is faster, given the milliseconds of an eager and of a captured pass."""
         self._contest = None
         if captured < written:
             self._say(
@@ -177,6 +180,6 @@ class CudaGraphRunner:
 
 
 def _advice(chosen: FastPathChoice) -> str:
-    """Each compiled block is called from Python; a whole leaves less to the host."""
+    """Return advice to compile the whole model: each compiled block is called from Python, which costs host time."""
     blocks = chosen.compiled not in ((), (WHOLE,))
     return "; the host holds up the step: Fast(compile='whole') starts later and may be quicker" if blocks else ""

@@ -1,4 +1,4 @@
-"""Doing what a Plan says about the fast path, before and after a rank gets its part of the model."""
+"""Applies the fast path of a Plan, before and after a rank gets its part of the model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from echelon.parallel.objective import Objective
 from echelon.plan import Plan
 from echelon.strategy.fastpath_choice import FastPathChoice
 
-EARLY = 3  #: passes
+EARLY = 3  #: first passes, before which buffers and random state are saved to repeat a pass that fails to compile
 
 Backward = Callable[[Tensor | float], None]
 Forward = Callable[[Any], Tensor]
 
 
 def prepare(model: nn.Module, chosen: FastPathChoice) -> None:
-    """Goes before everything that takes parameters' strides for its own. What an earlier engine compiled is undone."""
+    """Set channels last if chosen, and undo what an earlier engine compiled.
+
+    Call this before any code that stores the parameters' strides.
+    """
     forget(model)
     if chosen.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -38,7 +41,10 @@ def prepare(model: nn.Module, chosen: FastPathChoice) -> None:
 def fast_path(
     plan: Plan, model: nn.Module, objective: Objective, given: Mapping[str, torch.optim.Optimizer], say: Say
 ) -> FastPath | None:
-    """What the engine goes through in every step; None where a step is as it was."""
+    """Apply the chosen parts, and return the FastPath that the engine runs each step with.
+
+    The result is None if steps run unchanged.
+    """
     chosen = plan.fast
     for optimizer in given.values() if chosen.channels_last else ():
         follow_weights(optimizer)
@@ -51,7 +57,7 @@ def fast_path(
 
 
 def plain_pass(batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
-    """A step as it was written: the loss, and what its backward takes."""
+    """Run forward unchanged; return the loss, and the function that runs its backward with a weight."""
     loss = forward(batch)
 
     def backward(weight: Tensor | float) -> None:
@@ -61,20 +67,20 @@ def plain_pass(batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
 
 
 class FastPath:
-    """One rank's forward and backward, by the fast path."""
+    """Runs one rank's forward and backward on the fast path."""
 
     def __init__(self, plan: Plan, model: nn.Module, objective: Objective, say: Say) -> None:
         chosen = plan.fast
         self._channels_last = chosen.channels_last
-        self._alone = plan.ranks == 1 and plan.lean is None  # lean has applied what a failed backward has made
+        self._alone = plan.ranks == 1 and plan.lean is None  # lean has already applied gradients of a failed backward
         self._model, self._objective, self._passes = model, objective, 0
-        self._parameters = list(model.parameters())  # to go through all modules takes longer than to look at these
+        self._parameters = list(model.parameters())  # cached, because walking all modules in each step takes longer
         self._compiling: ModuleCompiler | None = None
         loss = objective.loss
         if chosen.compiled:
             self._compiling = ModuleCompiler(say, model, loss)
             self._compiling.modules(model, chosen.compiled)
-            if not weighs_losses(plan):  # a compiled loss does not show what it averages over
+            if not weighs_losses(plan):  # the graph of a compiled loss does not show what it averages over
                 objective.change_loss(self._compiling.function)
         self._graphs = None
         if chosen.graphs:
@@ -83,18 +89,18 @@ class FastPath:
             self._graphs = CudaGraphRunner(plan, model, loss, say)
 
     def stop_graphs(self) -> None:
-        """Run steps as written from now on."""
+        """Stop using CUDA graphs."""
         self._graphs = None
 
     def arrange(self, batch: Any) -> Any:
-        """Images as convolutions want them; on the device, without waiting for it."""
+        """Convert images to channels last on the device, without waiting for it."""
         return tree_map(_arranged, batch) if self._channels_last else batch
 
     def run(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
-        """The loss, known when backward is over, and what that takes."""
+        """Run forward; return the loss, which is valid after backward, and the function that runs backward."""
         if self._compiling is not None:
             self._compiling.begin()
-        if self._graphs is not None and self._objective.outputs is None:  # a graph gives a loss and nothing else
+        if self._graphs is not None and self._objective.outputs is None:  # a graph returns only a loss
             return self._graphs.run(batch, lambda given: self._plain(given, forward))
         return self._plain(batch, forward)
 
@@ -115,7 +121,7 @@ class FastPath:
             try:
                 inner(weight)
             except Exception as error:
-                # what backward had done until it failed is worth nothing, and cannot be told from earlier gradients
+                # The partial gradients of a failed backward are invalid and cannot be separated from earlier gradients.
                 if not fresh or not self._gives_up(error):
                     raise
                 for parameter in self._parameters:
@@ -125,7 +131,7 @@ class FastPath:
         return loss, backward
 
     def _kept(self) -> PassSnapshot | None:
-        """What a pass changes beside gradients, while it is likely that something is compiled."""
+        """Return a snapshot of the state that a pass changes, in the first passes, which are likely to compile."""
         self._passes += 1
         if self._passes == EARLY + 1 and self._compiling is not None:
             self._compiling.tell_if_nothing_was_made()
@@ -133,7 +139,7 @@ class FastPath:
         return PassSnapshot(self._model, next(self._model.parameters()).device) if early else None
 
     def _gives_up(self, error: Exception) -> bool:
-        """Whether the pass can be run uncompiled in place of what failed."""
+        """Return True if the failed pass can be run again uncompiled; give up compiling then."""
         assert self._compiling is not None
         if not self._alone or not self._compiling.failed(error):
             return False

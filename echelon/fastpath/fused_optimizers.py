@@ -1,4 +1,4 @@
-"""Optimizers whose step is one kernel."""
+"""Switches torch optimizers to their fused step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from echelon.checkpoint.state_strides import follow_weights
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """From now on. It wants the number of steps on the device, where a step before left it here, and state that lies as
-    its weights do."""
+    """Make the optimizer use its fused step from now on.
+
+    A fused step needs the step count on the device, and state with the strides of the weights.
+    """
     for group in optimizer.param_groups:
         group["fused"] = True
     for parameter, state in optimizer.state.items():
@@ -24,8 +26,11 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Momentum of weights that get their first gradient later than others (a layer that is thawed, a branch): torch's
-    fused step takes all for first, or none. Without dampening, it begins with the gradient from nought as well."""
+    """Create zero momentum for weights that get their first gradient later than others (unfrozen layers, branches).
+
+    Torch's fused step treats either all weights as new or none. Without dampening, zero momentum gives the same result:
+    it becomes the gradient in the first step.
+    """
     for group in optimizer.param_groups:
         if not group["momentum"]:
             continue

@@ -1,8 +1,8 @@
-"""Whether a captured pass does what the pass does as it is written, tried on real batches before it may take its place.
+"""Validates a captured pass against the eager pass on real batches, before it is used.
 
-What neither signature nor readings can see, a table that is filled step by step or memory of the host that is gone,
-shows here: a step runs both ways, from the same buffers and random numbers, and loss, gradients and buffers are
-compared. What was written is what counts; of the other way nothing stays.
+This finds problems that neither StepSignature nor PythonGuards can see, such as a table that is filled step by step or
+host memory that has been freed. A step runs both ways, from the same buffers and random numbers, and loss, gradients
+and buffers are compared. Only the results of the eager pass are kept.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from echelon.fastpath.cuda_graph_capture import Backward, CapturedStep, Run, generator_of
 
-PROVED = 2  #: steps
-#: Of norms. Sums in another order differ by less than 1 % in 16 bits; a program that is another one differs by more.
+PROVED = 2  #: number of validated steps
+#: Relative difference of norms. Sums in another order differ by less than 1 % in 16 bits; a wrong program by more.
 TOLERANCE = 0.02
 
 
 class GraphValidation:
-    """Steps that run both ways. ``weight``: what the loss was last multiplied by for backward."""
+    """Runs steps both ways and compares them.
+
+    weight: last weight of the loss in backward
+    """
 
     def __init__(self, model: nn.Module, captured: CapturedStep, weight: Tensor | float) -> None:
         self.captured, self._weight = captured, weight
@@ -33,7 +36,7 @@ class GraphValidation:
         return len(self._apart) == PROVED
 
     def objection(self) -> str | None:
-        """What came out differently; waits for the device."""
+        """Return what differs by more than the tolerance, or None; waits for the device."""
         for step in self._apart:
             for what, apart in step.items():
                 if float(apart) > TOLERANCE:
@@ -41,7 +44,10 @@ class GraphValidation:
         return None
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
-        """The replay goes first, since after the step as written it may find in memory what that left there."""
+        """Replay the captured pass, then run the eager one.
+
+        The replay goes first, because after an eager step it could read results that the eager step left in memory.
+        """
         before = PassSnapshot(self._model, self.captured.device)
         so_far = self._exchange([None] * len(self._parameters))
         self.captured.take(batch)
@@ -77,7 +83,7 @@ class GraphValidation:
 
 
 class PassSnapshot:
-    """What a pass changes besides gradients."""
+    """A snapshot of the state that a pass changes besides gradients: buffers and random state."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -88,19 +94,21 @@ class PassSnapshot:
     def restore(self) -> None:
         for name, buffer in self._model.named_buffers():
             kept = self._buffers.get(name)
-            # one that the pass has made, or made longer, is a table; one that is expanded cannot be written to
+            # A buffer that the pass has created or resized is a cached table; an expanded buffer cannot be written to.
             if kept is not None and kept.shape == buffer.shape and not _is_expanded(buffer):
                 buffer.copy_(kept)
         self._generator.set_state(self._random)
 
 
 def apart(these: Sequence[Tensor], those: Sequence[Tensor]) -> Tensor:
-    """How far the worst pair of tensors is apart, as a part of its norm; next to nothing counts for a hundredth of all.
-    Nought where numbers overflowed: such a step tells nothing."""
+    """Return the largest relative difference of a pair of tensors; 1 % of the total norm is added to each norm.
+
+    The result is 0 if ``these`` contain non-finite numbers, because an overflowed step proves nothing.
+    """
     pairs = [(one, other) for one, other in zip(these, those, strict=True) if one.numel()]
     if not pairs:
         return torch.zeros(())
-    device = pairs[0][0].device  # buffers may lie on the host
+    device = pairs[0][0].device  # some buffers may be on the host
     norms = torch.stack([_exact(one).norm().to(device) for one, _ in pairs])
     differences = torch.stack([(_exact(one) - _exact(other)).norm().to(device) for one, other in pairs])
     worst = (differences / (norms + 0.01 * norms.norm() + 1e-12)).max()
@@ -118,7 +126,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _both(written: Sequence[Tensor | None], replayed: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients that one of them has, with noughts where the other has none."""
+    """Return both lists of gradients without pairs of None, and with zeros in place of a single None."""
     pairs = [(one, other) for one, other in zip(written, replayed, strict=True) if one is not None or other is not None]
     return [_or_noughts(one, other) for one, other in pairs], [_or_noughts(other, one) for one, other in pairs]
 

@@ -1,9 +1,9 @@
-"""Python values beside the model's own that forward or the loss may read: a weight that is annealed, a switch.
+"""Guards on Python values outside of the model that forward or the loss may read, such as an annealed weight or a flag.
 
-A graph has them written into it, so a step in which one differs must run as it is written. They are found by following
+Such values are constants in a CUDA graph, so a step in which one differs must run eagerly. They are found by following
 the code from forward and the loss: globals and closures that it names, functions that it calls, and attributes of
-objects, where their names occur in the code. Code that was installed is taken to be fixed, but functions that it wraps
-are followed, and what objects of its classes hold (a configuration) is watched whole.
+objects whose names occur in the code. Installed packages are taken to be fixed, but functions that they wrap are
+followed, and all attributes of objects of their classes (a configuration) are guarded.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from echelon.base.code_origin import is_followed, is_library, is_users
 from echelon.fastpath.module_structure import INTERNAL, PLAIN, REGISTERS, place_of, same
 
-DEPTH = 8  #: from forward or the loss to a value
-MOST = 4000  #: values; comparing as many takes a millisecond
-ITEMS = 256  #: of a list or dict; a longer one is compared as a whole
+DEPTH = 8  #: maximum number of references from forward or the loss to a value
+MOST = 4000  #: maximum number of values; comparing so many takes a millisecond
+ITEMS = 256  #: maximum items of a list or dict; a longer one is compared as a whole
 LONGEST = 100_000
-SMALL = 4096  #: bytes of an array that are compared
+SMALL = 4096  #: maximum bytes of an array whose contents are compared
 
 Read = Callable[[], Any]
 _GONE = object()
@@ -43,8 +43,11 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 class PythonGuards:
-    """What such values are now. ``too_many``: more, or deeper down, than is watched. ``of_classes``: only attributes of
-    classes."""
+    """The guarded Python values, as they are when the object is created.
+
+    of_classes: True to guard only attributes of classes; default False
+    too_many:   True if there are more values, or deeper ones, than can be guarded
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, of_classes: bool = False) -> None:
         walk = _GuardCollector()
@@ -59,14 +62,14 @@ class PythonGuards:
         self.too_many, self._runs_code = walk.cut, walk.runs_code and not of_classes
 
     def changed(self) -> str | None:
-        """The first that is another one now, by its name."""
+        """Return the name of the first value that has changed, or None."""
         with _preserve_rng() if self._runs_code else contextlib.nullcontext():
             return next((label for read, noted, label in self._watched if not _is(_noted(read()), noted)), None)
 
 
 @contextlib.contextmanager
 def _preserve_rng() -> Iterator[None]:
-    """Random numbers that a property of the user's draws are drawn again."""
+    """Save and restore the host's RNG state: user-defined properties may draw random numbers."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -77,7 +80,7 @@ def _preserve_rng() -> Iterator[None]:
 
 
 def _noted(value: Any) -> Any:
-    """What is compared of a value. What a tensor on the CPU holds may be written into a graph, too."""
+    """Return the comparable form of a value; for CPU tensors with the version, as their contents may be constants."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -90,29 +93,33 @@ def _noted(value: Any) -> Any:
 
 
 def _is(now: Any, before: Any) -> bool:
-    """By value where that is known to be meant; anything else by which object it is."""
+    """Return True if the values are equal, for known types, or are the same object, for any other type."""
     if now is before:
         return True
     if type(now) is not type(before):
         return False
-    if isinstance(now, list):  # a property may make it anew
+    if isinstance(now, list):  # a property may return a new list each time
         return len(now) <= ITEMS and all(isinstance(one, PLAIN) for one in now) and now == before
     return isinstance(now, (*PLAIN, *_BY_VALUE)) and same(now, before)
 
 
 class _GuardCollector:
-    """``found``: how to read a value, what it is called, and who holds it. ``cut``: whether that is not all."""
+    """Collects the values to guard by walking user code and objects.
+
+    found: for each value, a function that reads it, its name, and the object that holds it
+    cut:   True if the collection is incomplete
+    """
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, Any], tuple[Read, str, Any]] = {}
         self.cut = False
-        self.runs_code = False  # properties are functions
-        self._names = {"forward"}  # which nobody names
-        self._objects: list[tuple[Any, str, int]] = []  # which names are looked up in
-        self._seen: dict[int, Any] = {}  # and kept, so that no other gets their addresses
+        self.runs_code = False  # True if reading a value runs user code (properties)
+        self._names = {"forward"}  # names in the code; forward is called without being named
+        self._objects: list[tuple[Any, str, int]] = []  # objects whose attributes are looked up by these names
+        self._seen: dict[int, Any] = {}  # visited objects, kept alive so that their ids are not reused
 
     def model(self, module: nn.Module, label: str) -> None:
-        """A part of the model, whose weights and plain values are in a graph's signature."""
+        """Visit a module of the model; its weights and plain values are part of StepSignature already."""
         self._seen[id(module)] = module
         for name, value in vars(module).items():
             if name not in (*REGISTERS, *_INTERNAL) or (name in _HOOKS and value):
@@ -120,12 +127,12 @@ class _GuardCollector:
         self.visit(type(module), type(module).__name__, 0)
 
     def hooks(self, model: nn.Module) -> None:
-        """How many there are: one that comes later would not run in a graph, and one that goes would go on."""
+        """Guard the number of hooks: a graph would not run a hook added later, and would still run a removed one."""
         every = [getattr(module, kind) for module in model.modules() for kind in (*_HOOKS, *_BACKWARD_HOOKS)]
         self._watch(model, "hooks", lambda: sum(map(len, every)), "the number of hooks", 0)
 
     def finish(self) -> None:
-        """Look up every name in every object, which leads to more of both."""
+        """Look up every name in every object until no new names or objects are found."""
         done: set[tuple[int, str]] = set()
         while new := [(at, name) for at in range(len(self._objects)) for name in self._names if (at, name) not in done]:
             done.update(new)
@@ -172,7 +179,7 @@ class _GuardCollector:
         for code in _codes(function.__code__):
             self._names.update(code.co_names, _words(code))
             for name in code.co_names:
-                value = function.__globals__.get(name, sys.modules.get(name))  # a module may be imported inside
+                value = function.__globals__.get(name, sys.modules.get(name))  # the function may import a module
                 if isinstance(value, _CODE):
                     self.visit(value, name, depth + 1)
                 elif name in function.__globals__:
@@ -213,7 +220,7 @@ class _GuardCollector:
                 self._attribute(value, name, label, depth)
 
     def _look_up(self, value: Any, label: str, depth: int, name: str) -> None:
-        """What this name is as an attribute of that object or class."""
+        """Guard the attribute of this name, if the object or its class has it."""
         if not isinstance(value, type) and name in _own(value):
             self._attribute(value, name, label, depth)
         for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
@@ -229,28 +236,28 @@ class _GuardCollector:
         if is_descriptor and not isinstance(value, type):
             self._attribute(value, name, label, depth)
         elif not is_descriptor and not isinstance(attribute, (staticmethod, classmethod, *_CODE)):
-            # of the class itself: what it would give out as an attribute may be made anew each time
+            # Read from the class dict: attribute access through a descriptor may create a new object each time.
             self._watch(kind, name, functools.partial(_item, vars(kind), name), f"{kind.__name__}.{name}", depth)
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:
-    """A function's code and that of functions inside it."""
+    """Return a function's code object and those of nested functions."""
     inner = [one for const in code.co_consts if isinstance(const, types.CodeType) for one in _codes(const)]
     return [code, *inner]
 
 
 def _own(value: Any) -> Mapping[str, Any]:
-    """Attributes of its own; objects that hold them in slots have none of these."""
+    """Return the attributes in the object's ``__dict__``; empty for objects with slots only."""
     return getattr(value, "__dict__", None) or {}
 
 
 def _words(code: types.CodeType) -> list[str]:
-    """Strings in a function, by which it may ask for attributes."""
+    """Return strings in a function that may be attribute names, as in getattr()."""
     return [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
 
 
 def _is_called_unnamed(name: str) -> bool:
-    """``__getitem__`` and its like, for which there are signs in the language."""
+    """Return True for methods such as ``__getitem__``, which operators call without naming them."""
     return name.startswith("__") and name.endswith("__") and name not in _NO_PART_OF_A_STEP
 
 
@@ -259,7 +266,7 @@ def _whole(container: Any) -> tuple[Any, ...]:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """A property is the user's code, and what it raises is for whoever reads it in a step."""
+    """Read an attribute; an exception of a user-defined property is ignored here, since a step will raise it."""
     try:
         return getattr(holder, name)
     except Exception:
@@ -267,7 +274,7 @@ def _attribute(holder: Any, name: str) -> Any:
 
 
 def _item(holder: Any, key: Any) -> Any:
-    """As it lies there: what a class of the user's makes of a key is his code."""
+    """Read the raw item; a dict's user-defined ``__getitem__`` is bypassed."""
     try:
         if isinstance(holder, dict):
             return dict.__getitem__(holder, key)

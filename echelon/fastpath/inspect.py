@@ -1,4 +1,4 @@
-"""Finding what the choice of a fast path goes by."""
+"""Inspects model, optimizers, devices and plan, to produce the inputs of ``policy.decide``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def requested_fast_path(strategy: Strategy) -> Fast:
-    """Return the parts that a strategy asks for; ECHELON_FAST=0 switches all off where it does not mention them."""
+    """Return the parts that a strategy requests; ECHELON_FAST=0 switches all off if the strategy does not set them."""
     unwanted = strategy.fast is None and os.environ.get(FAST) == "0"
     return OFF if unwanted or strategy.fast is False else strategy.part(Fast) or Fast()
 
@@ -47,9 +47,9 @@ def choose_fast_path(
     served: bool = False,
     loss: Loss | None = None,
 ) -> Plan:
-    """The plan with its fast path. All ranks call it together: what one device lacks, none uses."""
+    """Return the plan with its fast path. All ranks call this together; only features of all devices are used."""
     asked = requested_fast_path(strategy)
-    amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies bring it along
+    amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies set it in the plan
     chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
     return with_fast_path(plan, chosen)
 
@@ -105,7 +105,7 @@ def traits_of(
 
 
 def _alike(model: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """The blocks, if one program serves them all: same class, same shapes."""
+    """Return the blocks if one compiled program serves all of them (same class and shapes), else none."""
     modules = [model.get_submodule(name) for name in names]
     kinds = {(type(m), tuple((name, tuple(p.shape)) for name, p in m.named_parameters())) for m in modules}
     return tuple(names) if len(kinds) == 1 else ()
@@ -126,7 +126,10 @@ def _is_in_one_piece(plan: Plan) -> bool:
 
 
 def _only_blocks(plan: Plan) -> str | None:
-    """Both give the numbers of uncompiled runs; nobody has measured yet that they pay."""
+    """Return why only blocks can be compiled, or None.
+
+    Both cases give the numbers of uncompiled runs, but a gain has not been measured yet.
+    """
     if plan.mesh.get("stage", 1) > 1:
         return "stages hand on what their units make"
     if plan.shard is not None and plan.shard.level == 3:
@@ -148,9 +151,9 @@ def _has_convolutions(model: nn.Module) -> bool:
 
 
 def _views(model: nn.Module) -> str | None:
-    """Of modules that hold convolutions, as far as their own forward shows it."""
+    """Return why channels last may fail: a module with convolutions whose own forward uses view(); None otherwise."""
     for module in model.modules():
-        forward = getattr(type(module), "forward", None)  # of a scripted module no class has it
+        forward = getattr(type(module), "forward", None)  # a scripted module's class has none
         of_torch = str(getattr(forward, "__module__", "")).partition(".")[0] == "torch"
         if not of_torch and "view" in _names(forward) and _has_convolutions(module):
             return f"forward() of {type(module).__name__} uses view(), which wants the usual order (reshape() does not)"
@@ -164,7 +167,7 @@ def _names(function: object) -> tuple[str, ...]:
 def _is_unset(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     open_still = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
-    # torch's fused SGD mistakes a weight's first gradient where others have had one; see fuse()
+    # torch's fused SGD handles a weight's first gradient wrongly if other weights already had one; see fuse()
     plain = not any(group.get("differentiable") or group.get("dampening") for group in groups)
     return type(optimizer) in FUSED and open_still and plain and all(map(_on_gpu, groups))
 

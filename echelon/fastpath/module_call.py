@@ -1,4 +1,4 @@
-"""What runs in place of a module's own call."""
+"""Replaces the call of a module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ModuleCallOverride:
-    """It is bound to its module, so that copies of the module, and what is written to a file, go without."""
+    """Function that replaces a module's call; deep copies and pickles of the module do not contain it."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -33,7 +33,7 @@ def is_ours(module: nn.Module) -> bool:
 
 
 def forget(model: nn.Module) -> None:
-    """Undo what was put in place here for an earlier engine."""
+    """Remove the overrides that an earlier engine has set."""
     for module in model.modules():
         if is_ours(module):
             module._compiled_call_impl = None

@@ -1,4 +1,4 @@
-"""What modules are made of, beside their weights and plain values: classes, parts, and which tensors they hold."""
+"""Structure of a model besides weights and plain values: classes, submodules, and the tensors that modules hold."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 #: Types of values that are compared as they are.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-#: Where a module keeps what has names of its own.
+#: The dicts in which a module registers parameters, buffers and submodules.
 REGISTERS = ("_parameters", "_buffers", "_modules")
-#: What every module has.
+#: Attributes that every module has.
 INTERNAL = frozenset(vars(nn.Module()))
 _VALUES = operator.methodcaller("values")
 
 
 class ModuleStructure:
-    """As it was; it takes some microseconds a hundred modules to see whether it still is."""
+    """The structure of a model at one moment; a comparison takes some microseconds per hundred modules."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class ModuleStructure:
             if name not in INTERNAL and not isinstance(value, PLAIN)
         ]
         self._before = self._now()
-        # kept, so that no other gets their addresses
+        # kept alive, so that their addresses are not reused
         self._alive = [*model.parameters(), *(own[name] for own, name in self._held if self._is_of_host(own[name]))]
 
     def is_as_it_was(self) -> bool:
@@ -45,7 +45,7 @@ class ModuleStructure:
     def _now(self) -> tuple[list[Any], ...]:
         return (
             list(map(type, self._modules)),
-            list(map(len, self._own)),  # one that forward asks for by getattr() may be new
+            list(map(len, self._own)),  # forward may read a new attribute by getattr()
             list(map(id, _entries(self._parts))),
             list(map(self._which, _entries(self._buffers))),
             [self._which(own.get(name)) for own, name in self._held],
@@ -55,7 +55,7 @@ class ModuleStructure:
         return not isinstance(value, Tensor) or value.device != self._device
 
     def _which(self, value: Any) -> Any:
-        """Contents of tensors beside the device are read by the host, if at all, and then written into a graph."""
+        """Return the identity of a value; for host tensors with the version, as their contents may be constants."""
         return place_of(value, self._is_of_host(value)) if isinstance(value, Tensor) else id(value)
 
 
@@ -64,7 +64,7 @@ def _entries(registers: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def place_of(tensor: Tensor, with_version: bool = False) -> tuple[int, int]:
-    """Where it lies, and how often it was written to. Of one without memory of its own (sparse), which one it is."""
+    """Return the tensor's address, and its version if asked for; for a tensor without storage (sparse), its id."""
     try:
         return tensor.data_ptr(), tensor._version if with_version else 0
     except RuntimeError:
@@ -72,8 +72,10 @@ def place_of(tensor: Tensor, with_version: bool = False) -> tuple[int, int]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Of plain values: not a number is the same as itself. What is of another type now may be a tensor, which is not
-    asked whether it is equal."""
+    """Return True if two plain values are equal; NaN equals NaN.
+
+    Values of different types are never compared with ``==``, because one of them may be a tensor.
+    """
     return one is other or (type(one) is type(other) and (one == other or (is_nan(one) and is_nan(other))))
 
 

@@ -1,8 +1,8 @@
-"""Output layers of an odd size, such as GPT-2's 50,257 words: their 16-bit products are made with the size rounded up.
+"""Pads 16-bit matrix products of output layers of unaligned size, such as GPT-2's vocabulary of 50,257.
 
-A GPU multiplies matrices quickly only where their rows begin at multiples of 16 bytes. On an H200 the three products of
-GPT-2-medium's output layer take 41 ms as they are and 6 ms with 7 columns more, of a step of 92. A model that is
-compiled as a whole gets that from the compiler; an output layer beside compiled blocks does not.
+A GPU multiplies matrices fast only if their rows begin at multiples of 16 bytes. On an H200 the three products of
+GPT-2-medium's output layer take 41 ms unpadded and 6 ms with 7 more columns, in a step of 92 ms. If a model is compiled
+as a whole, the compiler pads them; it does not pad an output layer outside of compiled blocks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from echelon.fastpath.module_call import put_in_place
 from echelon.fastpath.user_hooks import has_hooks
 
-MULTIPLE = 8  #: 16-bit numbers
-LARGE = 1 << 20  #: weights, from which on it pays
+MULTIPLE = 8  #: alignment in 16-bit numbers
+LARGE = 1 << 20  #: number of weights from which padding pays off
 
 
 def odd_layers(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
-    """Names of large linear layers outside of these blocks with an output of an odd size."""
+    """Return the names of large linear layers outside of these blocks whose output size is not a multiple of 8."""
     inside = tuple(f"{name}." for name in blocks)
     outside = ((name, module) for name, module in model.named_modules() if not f"{name}.".startswith(inside))
     return tuple(name for name, module in outside if _is_odd(module))
 
 
 def pad(model: nn.Module, names: Iterable[str]) -> None:
-    """Have these layers compute so from now on, in place: names and state stay as they are, and a copy is plain."""
+    """Make these layers compute with padding, in place: names and state do not change, and copies are not padded."""
     for name in names:
         module = model.get_submodule(name)
-        if _is_odd(module):  # still
+        if _is_odd(module):  # it may have changed since the plan was made
             put_in_place(module, _padded(module))
 
 
@@ -59,6 +59,6 @@ def _padded(module: nn.Module) -> Callable[..., Any]:
 
 def _computed_in(weight: Tensor) -> torch.dtype:
     kind = weight.device.type
-    if weight.dtype == torch.float64:  # autocast leaves it
+    if weight.dtype == torch.float64:  # autocast does not cast it
         return weight.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

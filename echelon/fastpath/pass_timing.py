@@ -1,4 +1,4 @@
-"""How long passes take the device, and whether it waits for the host meanwhile."""
+"""Times forward and backward passes on the device, and detects if they are host-bound."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from echelon.fastpath.cuda_graph_capture import Backward, Run
 
-WATCHED = 6  #: passes
-#: The part of a pass that the device has still to do when the host has handed it over, below which it is taken to wait
-#: for the host. Where the device is slower, it is as much as its queue holds: about a thousand kernels.
+WATCHED = 6  #: number of timed passes
+#: A pass is host-bound if the device finishes within this share of its time after the host has launched it. If the
+#: device is slower than the host, the lag is as long as its queue: about a thousand kernels.
 LAG = 0.1
-GROUP = 4  #: passes of a kind in a row
+GROUP = 4  #: consecutive passes of one kind
 GROUPS = 4
 
 
 class EagerTiming:
-    """Some passes as they are written."""
+    """Times some eager passes."""
 
     def __init__(self) -> None:
         self._clock, self._laps = DeviceClock(), list[PassTimer]()
@@ -42,8 +42,10 @@ class EagerTiming:
 
 
 class GraphTimingComparison:
-    """Passes as they are written and as a graph, by turns, since a device that gets warm gets slower. In groups: the
-    host is ahead in the first pass after another kind, which does not count."""
+    """Times eager and captured passes in alternating groups, because a device gets slower as it gets warm.
+
+    The first pass of a group is not counted, because the host is ahead of the device after a pass of the other kind.
+    """
 
     def __init__(self) -> None:
         self._written, self._captured = list[PassTimer](), list[PassTimer]()
@@ -66,12 +68,12 @@ class GraphTimingComparison:
         return _timed(run, batch, laps[-1])
 
     def seconds(self) -> tuple[float, float]:
-        """As written, and as a graph."""
+        """Return the median seconds of an eager pass and of a captured one."""
         return _median(self._written), _median(self._captured)
 
 
 class DeviceClock:
-    """What the host's time was when the device got to an event. Waits for the device, once."""
+    """Converts a device event to host time; the constructor waits for the device once."""
 
     def __init__(self) -> None:
         self._zero = _event()
@@ -84,7 +86,7 @@ class DeviceClock:
 
 
 class PassTimer:
-    """One forward and backward pass."""
+    """Timer of one forward and backward pass."""
 
     def __init__(self) -> None:
         self._begin, self._end, self._handed_over = _event(), _event(), 0.0
@@ -101,7 +103,7 @@ class PassTimer:
         return float(self._begin.elapsed_time(self._end)) / 1e3
 
     def lag(self, clock: DeviceClock) -> float:
-        """Seconds that the device was still at it after the host was done."""
+        """Return the seconds from the end of the pass on the host to its end on the device."""
         return clock.at(self._end) - self._handed_over
 
 

@@ -1,4 +1,4 @@
-"""Choosing the fast path: a pure function of what was asked and what there is."""
+"""Chooses the parts of the fast path: a pure function of the requested parts and of the traits of model and devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
 OFF = Fast(compile=False, channels_last=False, fused=False, graphs=False, bf16=False, pad=False)
 
-#: What a part is called in lines for people.
+#: Names of the parts in log lines.
 NAMES = {"compile": "compile", "bf16": "bf16", "channels_last": "channels last", "fused": "fused optimizers",
          "graphs": "CUDA graphs", "pad": "padding"}  # fmt: skip
 
@@ -18,7 +18,10 @@ ALREADY = "the model was compiled before distribute()"
 
 
 def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
-    """``amp``: what the Strategy says of it; None leaves it open, False refuses it."""
+    """Return the parts of the fast path to use; raise UsageError if a requested part is impossible.
+
+    amp: the Strategy's setting; None leaves it open, False forbids it
+    """
     reasons = {
         "compile": _no_compile(traits),
         "bf16": _no_bf16(amp, traits),
@@ -45,7 +48,7 @@ def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
 
 
 def _is_on(part: str, wish: object, reason: str | None, traits: FastPathTraits) -> bool:
-    if wish is None:  # by itself only where it has been measured to pay: on GPUs
+    if wish is None:  # the default is on only on GPUs, where a gain has been measured
         return traits.machine.cuda and reason is None
     if wish is False:
         return False
@@ -56,7 +59,7 @@ def _is_on(part: str, wish: object, reason: str | None, traits: FastPathTraits) 
 
 
 def _impossible(part: str, reason: str | None, traits: FastPathTraits) -> str | None:
-    """Of what speaks against a part, what a user's wish cannot overrule."""
+    """Return the reason against a part that a user's request cannot overrule, or None."""
     if part == "compile":
         return traits.cut or (ALREADY if traits.compiled else None)
     if part == "channels_last" and traits.convolutions:
@@ -97,8 +100,11 @@ def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: FastPathTraits) ->
 
 
 def _compiled(asked: Fast, traits: FastPathTraits) -> tuple[str, ...]:
-    """Blocks that are alike are compiled once for all, in seconds. Of blocks that differ, the compiler would make one
-    program for all shapes: a whole is quicker."""
+    """Return the names of the modules to compile: the repeated blocks, or the whole model.
+
+    Equal blocks are compiled once for all of them, in seconds. For different blocks the compiler would make one program
+    with dynamic shapes, so compiling the whole model is faster.
+    """
     if asked.compile == "blocks" and not traits.blocks:
         raise UsageError("Fast(compile='blocks') was asked, but the model has no repeated blocks; use compile='whole'")
     whole = asked.compile == "whole" or not traits.blocks
@@ -111,8 +117,11 @@ def _compiled(asked: Fast, traits: FastPathTraits) -> tuple[str, ...]:
 
 
 def _is_news(part: str, amp: object, traits: FastPathTraits) -> bool:
-    """What concerns nobody is not said: channels of a model without images, 16 bits where the user has spoken, graphs,
-    which are for small steps of one rank."""
+    """Return True if it is worth reporting that a part is off.
+
+    It is not for channels last without convolutions, for bf16 if the user has set amp, and for CUDA graphs, which are
+    for small steps of one rank.
+    """
     return not (
         part == "graphs"
         or (part == "channels_last" and not traits.convolutions)

@@ -1,5 +1,8 @@
-"""The fast path of a plan that was found: what it foretells holds for what it says, so that nothing is added to it but
-what changes no number and no figure."""
+"""Chooses the fast path of a saved plan.
+
+Its predictions are valid for the plan as stored, so only options that change neither numerics nor predicted time are
+added.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def with_units(
     model: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> Plan:
-    """With the units that the draft has compiled."""
+    """Return the plan with its fast path, in which the units that the saved draft compiles are compiled."""
     plan = choose_fast_path(plan, Strategy(fast=WITHIN), world, model, optimizers)
     units = tuple(name for names in saved.units for name in names) if saved.draft.compile else ()
     return dataclasses.replace(plan, fast=dataclasses.replace(plan.fast, compiled=units))

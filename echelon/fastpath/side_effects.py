@@ -1,4 +1,4 @@
-"""Python that a graph would not run: what forward leaves in the modules beside the contents of tensors."""
+"""Detects side effects that a CUDA graph would not replay: attributes that forward sets on modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Look = dict[tuple[str, str], Any]
 
 
 def snapshot_attributes(model: nn.Module) -> Look:
-    """All attributes of all modules, as things that can be compared: values, and of tensors where they lie."""
+    """Return all attributes of all modules in comparable form: values, and addresses and shapes of tensors."""
     return {
         (name, attribute): _look(value)
         for name, module in model.named_modules()
@@ -22,7 +22,7 @@ def snapshot_attributes(model: nn.Module) -> Look:
 
 
 def find_side_effect(before: Look, after: Look) -> str | None:
-    """The first attribute that was set anew, by its full name."""
+    """Return the full name of the first attribute that differs, or None."""
     for at in [*after, *before]:
         if before.get(at, _ABSENT) != after.get(at, _ABSENT):
             module, attribute = at

@@ -1,4 +1,4 @@
-"""The fast path in words, for the start of a run."""
+"""Log lines on the fast path for the start of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
 
 def lines(chosen: FastPathChoice) -> Iterator[str]:
-    """What runs, and one line for each part that does not."""
+    """Yield a line with the parts that are on, and one line for each part that is left out."""
     if chosen.any:
         yield f"fast: {'; '.join(_parts(chosen))}; Strategy(fast=False) switches it off"
     for part, reason in chosen.left_out.items():

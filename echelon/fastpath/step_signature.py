@@ -1,4 +1,4 @@
-"""Whether a step would do what an earlier one did: the same shapes, weights and Python values."""
+"""Signature of a step: shapes, weights and Python values that must be equal for a replay of a captured step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _GONE = object()
 
 
 class StepSignature:
-    """What a captured step has written into it; a step that differs in any of it must run as it is written. None has
-    hooks on gradients."""
+    """Values that are constants in a captured step; a step that differs in any of them must run eagerly.
+
+    A captured step has no hooks on gradients.
+    """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         leaves, self._structure = tree_flatten(batch)
@@ -39,20 +41,20 @@ class StepSignature:
 
 
 def is_plain(batch: Any) -> bool:
-    """Whether all of a batch is tensors and values that can be compared."""
+    """Return True if a batch consists of tensors and comparable values only."""
     return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(batch))
 
 
 def _kind(leaf: Any) -> Any:
-    """Of a tensor all but its numbers; anything else is a constant."""
+    """Return shape, dtype and device of a tensor; type and value of anything else, which is a constant."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _weights(parameters: list[nn.Parameter]) -> tuple[list[int], list[bool]]:
-    """Where weights lie, and which are trained."""
+    """Return the addresses of the weights, and which of them are trained."""
     try:
         places = [one.data_ptr() for one in parameters]
-    except RuntimeError:  # some have no memory of their own
+    except RuntimeError:  # some have no storage
         places = [place_of(one)[0] for one in parameters]
     return places, [one.requires_grad for one in parameters]
 
@@ -61,7 +63,7 @@ Values = list[tuple[dict[str, Any], str, Any]]
 
 
 def _are_as_they_were(values: Values) -> bool:
-    """Before every step, of thousands: most are the very same objects."""
+    """Return True if all values are unchanged. Identity is checked first, for speed: there may be thousands."""
     for held, name, value in values:
         now = held.get(name, _GONE)
         if now is not value and not same(now, value):
@@ -70,7 +72,7 @@ def _are_as_they_were(values: Values) -> bool:
 
 
 def _python_values(model: nn.Module) -> Values:
-    """Plain values that modules hold, which forward may read: a mode, a rate that is annealed."""
+    """Return plain attributes of modules, which forward may read: a mode, an annealed rate."""
     return [
         (module.__dict__, name, value)
         for module in model.modules()
@@ -80,7 +82,7 @@ def _python_values(model: nn.Module) -> Values:
 
 
 def draws() -> tuple[Any, ...]:
-    """Where the host's random generators are."""
+    """Return the states of the host's random generators."""
     import random
 
     import numpy as np

@@ -1,4 +1,4 @@
-"""What the choice of a fast path goes by, as plain values."""
+"""Inputs of the choice of a fast path, as plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from echelon.base.config import strict
 
 @strict
 class DeviceCapabilities:
-    """What a rank's device can do; of several ranks, what all of them can. ``triton``: torch.compile has its tools."""
+    """Capabilities of a rank's device, or those common to the devices of all ranks.
+
+    triton: True if Triton, which torch.compile needs, works
+    """
 
     cuda: bool = False
     bf16: bool = False
@@ -18,20 +21,21 @@ class DeviceCapabilities:
 
 @strict
 class FastPathTraits:
-    """Of the devices, the model, its optimizers and the plan. Reasons are in words, and None where there is none.
+    """Traits of the devices, the model, its optimizers and the plan. A reason is a text, or None if there is none.
 
-    blocks:      the repeated blocks, where all of them are alike
-    compiled:    somebody has compiled the model, or a part of it, already
-    cut:         why what the plan does to the model cannot be compiled
-    only_blocks: why blocks inside it can, on request, and the whole cannot
-    slow_inside: why compiling it would not pay
-    views:       why images might not go through it with their channels last
-    odd:         large output layers of an odd size, outside of blocks
-    unsafe:      why model and loss are not for 16 bits
-    fp32:        all weights are 32-bit floats
-    unset:       by name, the class of each optimizer with a fused step that nobody has decided about
-    unfused:     why no optimizer's step may become another
-    uncaptured:  why a step is more than one forward and backward pass of this device
+    blocks:       names of the repeated blocks, if all of them are equal
+    compiled:     True if user code has compiled the model or a part of it
+    cut:          reason why the model cannot be compiled under this plan
+    only_blocks:  reason why only repeated blocks can be compiled, on request, and not the whole model
+    slow_inside:  reason why compiling would not pay off
+    convolutions: True if the model has 2-D convolutions
+    views:        reason why the model may fail with channels last
+    odd:          names of large output layers of unaligned size, outside of blocks
+    unsafe:       reason why model and loss cannot run in 16 bits
+    fp32:         True if all weights are fp32
+    unset:        class name of each optimizer that has a fused step and leaves it unset, by optimizer name
+    unfused:      reason why no optimizer may use a fused step
+    uncaptured:   reason why a step is more than one forward and backward pass on this device
     """
 
     machine: DeviceCapabilities = DeviceCapabilities()

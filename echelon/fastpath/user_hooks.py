@@ -1,4 +1,4 @@
-"""Hooks: what users hang on modules and tensors, which neither a compiled call nor a graph would run."""
+"""Detects hooks of user code on modules and tensors, which neither a compiled call nor a CUDA graph would run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Around a call of this module, or of any."""
+    """Return True if this module has hooks around its call, or if there are global module hooks."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(own) or _has_any_global_hook()  # type: ignore[no-untyped-call]
 
@@ -20,5 +20,5 @@ def has_gradient_hooks(model: nn.Module) -> bool:
 
 
 def on_gradients(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a gradient of one of these is shown to Python."""
+    """Return True if one of these parameters has a Python hook on its gradient."""
     return any(one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters)

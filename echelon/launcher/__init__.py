@@ -1,1 +1,1 @@
-"""``echelon run``: start one process per GPU, keep their logs, say who failed first, leave nothing behind."""
+"""``echelon run``: starts one process per GPU, keeps their logs, reports the first failure, leaves no process."""

@@ -1,4 +1,4 @@
-"""One host's part of the job: start its ranks, watch them and the other hosts, end or restart them all together."""
+"""``HostAgent``: starts the ranks of one host, watches them and the other hosts, ends or restarts them together."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from echelon.launcher.rendezvous.store_client import StoreGone
 from echelon.launcher.signals import StopNotice, signals_held
 from echelon.observability.runlog.events import Kind, note_beside
 
-#: Seconds between asking the ranks to end and killing them; those that would save first, which cannot any more.
+#: Seconds between SIGTERM and SIGKILL. NO_GRACE: for ranks that save on SIGTERM, when saving is no longer possible.
 GRACE, NO_GRACE = 5, 1
-#: How often the ranks are looked at; between hosts, how often they ask one another.
+#: Seconds between two checks of the ranks, and between two checks of the other hosts.
 LOOK, ASK = 0.1, 0.5
-#: Seconds to wait for the host that asked its ranks to leave, when ours left with them, to say so.
+#: Seconds to wait for the host that stopped its ranks to announce it, when this host's ranks left with them.
 WORD_OF_LEAVING = 3.0
 
 
 class JobFailed(Exception):
-    """The job is over and this is why."""
+    """The job has failed; ``failure`` is the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.line)
@@ -45,7 +45,7 @@ class JobFailed(Exception):
 
 
 class HostPreempted(Exception):
-    """This host was asked to go, and its ranks have saved. ``goes_on``: the job does, without it."""
+    """This host was preempted, and its ranks have saved. ``goes_on``: the job continues without it."""
 
     def __init__(self, number: signal.Signals, goes_on: bool) -> None:
         super().__init__(number.name)
@@ -53,7 +53,7 @@ class HostPreempted(Exception):
 
 
 class HostAgent(LocalElasticAgent):
-    """torch's agent starts and ends the processes; which failure counts, and what follows, is decided here."""
+    """Uses torch's agent to start and end processes; this class decides which failure counts, and what follows."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class HostAgent(LocalElasticAgent):
             role="rank",
             local_world_size=job.procs,
             entrypoint=sys.executable,
-            # torch fills in ${...} and would eat a dollar
+            # torch substitutes ${...}, so a dollar must be escaped
             args=tuple(word.replace("$", "$$") for word in job.command),
             rdzv_handler=muster,
             max_restarts=job.max_restarts,
@@ -86,7 +86,7 @@ class HostAgent(LocalElasticAgent):
         self._looks = PollInterval(ASK)
 
     def _invoke_run(self, role: str = "") -> RunResult:
-        """Until every rank of every host is done; raises ``JobFailed`` when a failure is final."""
+        """Run until every rank of every host is done; raises ``JobFailed`` when a failure is final."""
         verdict = None
         while True:
             try:
@@ -115,7 +115,7 @@ class HostAgent(LocalElasticAgent):
 
     def _begin(self, verdict: RoundOutcome | None) -> None:
         before = self._muster.lineup
-        if self._notice.given is not None:  # it came while another cause ended the ranks
+        if self._notice.given is not None:  # the signal arrived while another cause ended the ranks
             raise SignalException(f"stopped by {self._notice.given.name}", self._notice.given)
         self._initialize_workers(self._worker_group)
         if news := self._muster.lineup.news(before, self._host, verdict.failure if verdict else None):
@@ -126,7 +126,7 @@ class HostAgent(LocalElasticAgent):
             companion.begin(self._round, pids)
 
     def _watch(self) -> RoundOutcome | None:
-        """Until the round is over: by this verdict, or because all is done."""
+        """Watch until the round is over; return its outcome, None if all ranks have succeeded."""
         while True:
             time.sleep(LOOK)
             if self._notice.given is not None:
@@ -151,7 +151,7 @@ class HostAgent(LocalElasticAgent):
         return None
 
     def _others_verdict(self) -> RoundOutcome | None:
-        """What the other hosts say; also takes note when the whole job is done."""
+        """Return the outcome that other hosts report; also detect that the whole job is done."""
         if not self._pace.due():
             return None
         if (verdict := self._muster.verdict()) is not None:
@@ -161,10 +161,10 @@ class HostAgent(LocalElasticAgent):
             self._succeeded = self._muster.all_finished()
         return None if self._succeeded else self._muster.changed_hosts()
 
-    # Leaving
+    # Preemption
 
     def _leave(self, number: signal.Signals) -> None:
-        """We were asked to go. Ranks that can save are given the time; a second signal ends it."""
+        """Leave the job after a signal. Ranks that can save get the time for it; a second signal ends that."""
         if not self._can_leave():
             raise SignalException(f"stopped by {number.name}", number)
         leaving = host_failure(self._host, f"is leaving ({number.name})", REQUEUE)
@@ -177,7 +177,7 @@ class HostAgent(LocalElasticAgent):
         raise HostPreempted(number, goes_on=verdict.again)
 
     def _left_unasked(self, codes: list[int | None]) -> RoundOutcome | None:
-        """Ranks have left though nobody here asked them to: another host did and says so, or somebody asked a rank."""
+        """Decide the round whose ranks left without a request of this host: another host's, or a signal to a rank."""
         now = time.monotonic()
         self._left_since = self._left_since or now
         waited = now - self._left_since
@@ -192,7 +192,7 @@ class HostAgent(LocalElasticAgent):
         return code == REQUEUE and self._marks.has(rank.global_rank)
 
     def _end(self, verdict: RoundOutcome, asked: bool = False) -> bool:
-        """End the ranks of this round; whether all have saved and left of their own will."""
+        """End the ranks of this round; return True if all have saved and exited by themselves."""
         left = False
         if (verdict.soft or asked) and self._can_leave():
             running = [int(rank.id) for rank, code in self._exit_codes() if code is None]
@@ -213,17 +213,17 @@ class HostAgent(LocalElasticAgent):
             companion.end()
 
     def _finish_all(self) -> None:
-        """Our ranks had been through when they were asked to leave: so was the job, if all others say the same."""
+        """Finish the job if all hosts' ranks were already done when they were asked to stop."""
         self._muster.finish()
         deadline = time.monotonic() + GRACE
         while not self._succeeded and time.monotonic() < deadline:
             time.sleep(LOOK)
             self._succeeded = self._muster.all_finished()
 
-    # Words
+    # Log lines
 
     def note(self, kind: Kind, text: str, failure: Failure | None = None) -> None:
-        """Among the run's events, with whose failure it was. One host speaks for all: they may share the directory."""
+        """Write an event to the run log, with the failed rank. One host writes for all, as hosts may share the log."""
         if self._muster.is_first:
             note_beside(kind, text, failure.of_rank if failure is not None else None)
 
@@ -246,7 +246,7 @@ class HostAgent(LocalElasticAgent):
             **record,
         )
 
-    # What torch's agent asks of us
+    # Overridden methods of torch's agent
 
     def _exit_codes(self) -> list[tuple[Worker, int | None]]:
         if self._pcontext is None:
@@ -257,7 +257,7 @@ class HostAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
-        # The round's number, counted over the whole job: every host must give its ranks the same
+        # torch derives the restart count from it: the round's number, which must be the same on every host
         self._remaining_restarts = worker_group.spec.max_restarts - self._muster.lineup.number
         self._round = self._muster.as_round(self._ranks.log_dir)
         self._ranks.endpoints = self._muster.endpoints
@@ -269,7 +269,7 @@ class HostAgent(LocalElasticAgent):
             forget_logs(self._ranks.log_dir, "server", beyond=0)
 
     def _assign_worker_ranks(self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
-        """By the line-up, which has one endpoint for each rank. torch's own way waits in the store for every host."""
+        """Assign ranks by the hosts' endpoints, one per rank. torch's own method waits in the store for every host."""
         counts = [len(host.endpoints) for host in self._muster.hosts]
         first, world = sum(counts[:group_rank]), sum(counts)
         return [Worker(local, first + local, first + local, world, world) for local in range(counts[group_rank])]
@@ -284,11 +284,11 @@ class HostAgent(LocalElasticAgent):
         return pids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE, **_: Any) -> None:
-        """Ask all ranks to end, kill those that do not, then whatever they left running in their sessions."""
+        """Terminate all ranks, kill those that remain, then kill other processes in their sessions."""
         with signals_held():
             if self._pcontext is not None:
                 patience = NO_GRACE if self._can_leave() else GRACE
-                self._pcontext.close(death_sig, patience)  # torch's own call would wait 30 s, in 2.11 always
+                self._pcontext.close(death_sig, patience)  # torch's own call would wait 30 s (in 2.11 always)
             super()._shutdown(death_sig)
             if not self._succeeded:
                 end_sessions(self._sessions)

@@ -1,4 +1,4 @@
-"""What a launcher keeps beside its ranks: copies of their state, the stall watch. The agent calls each in turn."""
+"""``AgentPlugin``: services that a launcher runs beside its ranks, such as in-memory snapshots and stall detection."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Round:
-    """One attempt of the job: which hosts take part, and where they read what the others say."""
+    """One attempt of the job: its hosts, and the stores that they use."""
 
-    #: restarts and changes of the hosts so far
+    #: restarts and host changes so far
     number: int
     node_rank: int
-    #: in order; ``host.endpoints`` has one entry for each of its ranks
+    #: in order; ``host.endpoints`` has one entry per rank
     hosts: tuple[RendezvousHost, ...]
-    #: what launchers write for one another in this round. Calls may raise RuntimeError when the serving host is gone
+    #: store for messages between launchers in this round. Calls may raise RuntimeError if the serving host is lost
     board: Store
-    #: address and port by which ranks, and their launcher, reach the store of the ranks from this host
+    #: address and port at which ranks, and their launcher, reach the ranks' store from this host
     rank_store: tuple[str, int]
     log_dir: Path
 
@@ -40,27 +40,27 @@ class Round:
 
 
 class AgentPlugin(Protocol):
-    """Lives as long as the launcher; a round is announced before its ranks start and ended after they have."""
+    """Lives as long as the launcher. A round calls ``environment`` before its ranks start, ``end`` after they end."""
 
     @property
     def card(self) -> Mapping[str, str]:
-        """What the launchers of the other hosts must know of this one (``RendezvousHost.extras``)."""
+        """The values that launchers of other hosts need from this one (``RendezvousHost.extras``)."""
         ...
 
     def environment(self, at: Round) -> Mapping[str, str]:
-        """What every rank of this host finds in its environment in this round."""
+        """Return environment variables for every rank of this host in this round."""
         ...
 
     def begin(self, at: Round, pids: Mapping[int, int]) -> None:
-        """The ranks of this host run: process ids by rank."""
+        """Start a round, after the ranks of this host have started; ``pids`` has process ids by rank."""
         ...
 
     def look(self) -> Failure | None:
-        """Asked about twice a second while they run. A failure ends the round, as a rank's own would."""
+        """Check the ranks; called about twice a second while they run. A failure ends the round like a rank's own."""
         ...
 
     def end(self) -> None:
-        """The ranks of the round are gone."""
+        """End a round, after its ranks have ended."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""How a rank ended, which failure was the first cause, and how to say so in one line."""
+"""``Failure``: the end of a rank, the choice of the first cause, and its one-line description."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from typing import Any
 from echelon.base.user_traceback import in_brackets
 
 _LONGEST_LINE = 500
-_LONGEST_TRACE = 60_000  # what travels between hosts; the log keeps all of it
-#: The kind of a failure that nobody raised: the rank did not come to where others waited for it.
+_LONGEST_TRACE = 60_000  # characters sent between hosts; the log has all of it
+#: The kind of a failure without an exception: the rank did not arrive where others waited for it.
 STALLED = "Stalled"
-#: Of one that we killed because it was stopped and stayed so.
+#: The kind of a failure of a process that the launcher killed because it remained stopped.
 STANDSTILL = "Standstill"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank; of a whole host when ``rank`` is negative."""
+    """The end of one rank, or of a whole host if ``rank`` is negative."""
 
     rank: int
     world_size: int
     host: str
     pid: int
-    #: as subprocess gives it: negative for a signal
+    #: as subprocess returns it: negative for a signal
     exit_code: int
     time: float
     log: str = ""
-    #: the exception's class, '' when none was raised
+    #: class of the exception, '' if none was raised
     kind: str = ""
     message: str = ""
-    #: of an error of ours: ``train.py:41``, the user's innermost frame
+    #: for an EchelonError: ``train.py:41``, the innermost user frame
     place: str = ""
-    #: an error of ours, which one line explains; its traceback is there only if it was asked for
+    #: True for an EchelonError, which one line explains; its traceback is present only with --traceback
     ours: bool = False
     traceback: str = ""
-    #: failed only because another rank had gone
+    #: True if it failed only because another rank was lost
     secondary: bool = False
-    #: what the process was: "rank", or in a job with parameter servers "worker" or "server"
+    #: role of the process: "rank", or in a job with parameter servers "worker" or "server"
     role: str = "rank"
 
     @property
     def how(self) -> str:
-        """``was killed by SIGKILL``, ``failed with exit code 3``, ``raised ValueError: ...``."""
+        """The way it ended: ``was killed by SIGKILL``, ``failed with exit code 3``, ``raised ValueError: ...``."""
         if self.kind == STANDSTILL:
             return f"stood still {self.message}"
         if self.exit_code < 0 and self.rank >= 0:
@@ -67,7 +67,7 @@ class Failure:
 
     @property
     def of_rank(self) -> int | None:
-        """The rank of those that train; None for a host or a server."""
+        """The rank of a training process; None for a host or a server."""
         return self.rank if self.rank >= 0 and self.role != "server" else None
 
     @property
@@ -78,12 +78,12 @@ class Failure:
 
     @property
     def explained(self) -> bool:
-        """Ended by an error that is explained in one line, and that would come again: see worker.py's records."""
+        """True if an error ended it that one line explains and that a restart would meet again (see rank_main.py)."""
         return bool(self.kind) and self.kind not in (STALLED, STANDSTILL) and (self.ours or not self.traceback)
 
     @property
     def status(self) -> int:
-        """The launcher's own exit code, signals as a shell tells them."""
+        """The launcher's own exit code; signals are encoded as in a shell."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
 
     def to_json(self) -> str:
@@ -91,7 +91,7 @@ class Failure:
 
     @staticmethod
     def from_json(text: str | bytes) -> Failure:
-        """Raises ``ValueError`` for anything that ``to_json`` did not write: it may come from the network."""
+        """Parse the result of ``to_json``. Raises ``ValueError`` for anything else, which may come from the network."""
         given = json.loads(text)
         kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
         if not isinstance(given, dict) or set(given) != {field.name for field in fields(Failure)}:
@@ -102,9 +102,9 @@ class Failure:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure to blame: never one that only followed, a violent death before an exception, then the earliest.
+    """Return the first cause: never a secondary failure, a death by signal before an exception, then the earliest.
 
-    SIGABRT does not count as violent: it is how NCCL's own watchdog ends a rank that waited for a lost peer.
+    SIGABRT does not count as a death by signal: NCCL's watchdog uses it to end a rank that waited for a lost peer.
     """
     return min(
         failures,
@@ -113,7 +113,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What the rank itself wrote about its end (see worker.py); empty when it could not."""
+    """Return the record that the rank wrote about its end (see rank_main.py); only the time if there is none."""
     try:
         record = json.loads(path.read_text())
         return {

@@ -1,4 +1,4 @@
-"""Ranks that can save and leave when they are asked to: who can, and letting them."""
+"""Graceful stop of ranks that have installed a preemption handler."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from echelon.base.environment import LEAVE_MARK, REQUEUE
 
-#: How often to look whether they have gone.
+#: Seconds between two checks that the ranks have ended.
 _LOOK = 0.05
 
 
 class GracefulStopMarkers:
-    """The directory in which a rank that can save and stop puts a file; emptied for every round."""
+    """The directory in which a rank that can save and stop creates a file; it is emptied for every round."""
 
     def __init__(self, records: Path) -> None:
         self._directory = records / "leave"
@@ -38,7 +38,7 @@ class GracefulStopMarkers:
 
 
 def request_graceful_stop(pids: Iterable[int], codes: Callable[[], list[int | None]], grace: float) -> bool:
-    """Ask them to save and end, and wait; whether all have, in time and of their own will."""
+    """Send SIGTERM and wait; return True if all processes have saved and exited in time."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -49,5 +49,5 @@ def request_graceful_stop(pids: Iterable[int], codes: Callable[[], list[int | No
 
 
 def all_stopped_gracefully(codes: Iterable[int | None]) -> bool:
-    """All have saved and ended, or are through with all their work."""
+    """Return True if all have saved and exited, or have finished their work."""
     return all(code in (0, REQUEUE) for code in codes)

@@ -1,4 +1,4 @@
-"""How often something is done in a loop that turns faster."""
+"""``PollInterval``: limits how often an action runs in a faster loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class PollInterval:
-    """Tells when another ``seconds`` have passed."""
+    """Returns True from ``due`` at most once per ``seconds``."""
 
     seconds: float
     last: float = 0.0

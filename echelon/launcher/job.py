@@ -1,4 +1,4 @@
-"""What the user asked ``echelon run`` for, checked before any process starts."""
+"""``Job``: the options of ``echelon run``, validated before any process starts."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from echelon.launcher.ps_roles import MAX_RESTARTS, ParameterServerRoles
 from echelon.launcher.rendezvous.host_options import at_least, check_node_rank, host_counts, meeting_points
 from echelon.strategy.recorded_steps import check_steps
 
-#: What ``echelon run`` takes when it is not told: seconds, see ``Job``.
+#: Defaults of ``echelon run``, in seconds; see ``Job``.
 LAST_CALL, HOST_TIMEOUT, GRACE, STALL = 3.0, 30.0, 30.0, 60.0
 LEAST_HOST_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request: everything in it exists and fits together."""
+    """Validated options: everything in them exists and fits together."""
 
     program: str
     args: tuple[str, ...]
     module: bool
     procs: int
-    #: hosts, at most where their number may change
+    #: number of hosts; the maximum for an elastic job
     nnodes: int
     node_rank: int | None
-    #: where the hosts meet, and where in its stead when that is gone
+    #: endpoint of the rendezvous, and the endpoints to use if it is lost
     masters: tuple[tuple[str, int], ...]
     max_restarts: int
     log_dir: Path
     nic: str | None
     visible_gpus: str | None
     join_timeout: float
-    #: --nnodes as typed, where it is a range
+    #: --nnodes as given, if it is a range
     elastic: str | None = None
-    #: the fewest hosts that the job runs on
+    #: minimum number of hosts
     fewest: int = 1
-    #: seconds without a newcomer after which a round of enough hosts begins
+    #: seconds without a new host after which a round with enough hosts begins
     last_call: float = LAST_CALL
-    #: seconds after which a silent host is lost
+    #: seconds without a heartbeat after which a host is lost
     host_timeout: float = HOST_TIMEOUT
-    #: seconds for ranks to save and leave
+    #: seconds for ranks to save and exit
     grace: float = GRACE
-    #: after every how many steps ranks copy their state into memory; 0: never
+    #: steps between in-memory snapshots of the ranks; 0: none
     copies: int = 0
-    #: seconds that a rank may be late, 0: for ever; and what to do then: end or wait
+    #: seconds that a rank may be late, 0: no limit; and the reaction: end or wait
     stall: float = STALL
     on_stall: Literal["end", "wait"] = "end"
-    #: whether ranks compare every call with one another before they make it
+    #: True if ranks compare every call with one another before they make it
     checked: bool = False
-    #: whether errors are shown with their whole traceback
+    #: True if errors are shown with their whole traceback
     traceback: bool = False
-    #: the steps whose timeline is recorded, in words
+    #: the steps whose timeline is recorded, as text
     timeline: str | None = None
     #: the file with the plan that the ranks run
     plan: Path | None = None
-    #: of a job with parameter servers; ``procs`` are its workers then
+    #: roles of a job with parameter servers; ``procs`` is then the number of its workers
     roles: ParameterServerRoles | None = None
 
     @property
@@ -76,13 +76,13 @@ class Job:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What Python runs in a rank or worker: worker.py, which then runs the user's program."""
+        """The command of a rank or worker: rank_main.py, which then runs the user's program."""
         kind = "module" if self.module else "script"
         return (rank_main.__file__, str(os.getpid()), str(self.log_dir), kind, self.program, *self.args)
 
     @property
     def processes(self) -> int:
-        """All that run on this host: those that share its cores."""
+        """The number of processes on this host, which share its cores."""
         return self.procs + (len(self.roles.servers) if self.roles else 0)
 
 
@@ -112,7 +112,7 @@ def check(
     plan: str | None = None,
     timeline: str | None = None,
 ) -> Job:
-    """The options as typed, made into a ``Job``, or a one-line ``UsageError``."""
+    """Return a ``Job`` of the given options; raises a one-line ``UsageError``."""
     if gpus is not None:
         check_gpus(gpus)
     if procs is not None and roles is None:
@@ -132,7 +132,7 @@ def check(
     check_program(program, module)
     masters = meeting_points(master, hosts)
     steps = None if timeline is None else check_steps(timeline, "--timeline")
-    visible = _choose_gpus(gpus) if gpus is not None else None  # from here on torch is asked
+    visible = _choose_gpus(gpus) if gpus is not None else None  # imports torch, after all checks that do not need it
     if plan is not None:
         procs = _planned(plan, procs, visible, hosts, served=roles is not None)
     return Job(
@@ -165,14 +165,14 @@ def check(
 
 
 def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int, served: bool) -> int:
-    """Processes on this host: as many as the plan needs, where nobody has asked for another number."""
+    """Return the number of processes on this host: as given, else as many as the plan needs."""
     from echelon.plan.saved_plan import SavedPlan
 
     if served:
         raise UsageError("--plan is for jobs without parameter servers; leave --plan or the servers out")
     needed = SavedPlan.load(plan).draft.ranks
     asked = procs if procs is not None else len(visible) if visible is not None else None
-    if asked is not None and hosts > 1:  # hosts may differ in their number of processes; the ranks will count
+    if asked is not None and hosts > 1:  # hosts may differ in their number of processes; the ranks check the total
         return asked
     each, rest = divmod(needed, hosts)
     if rest:
@@ -193,7 +193,7 @@ def _check_no_ranks(procs: int | None, nnodes: int | str | None, node_rank: int 
 
 
 def check_gpus(text: str) -> None:
-    """Refuse what asks for no GPUs on any host."""
+    """Raise for a value of --gpus that is invalid on any host."""
     if not re.fullmatch(r"\d+|(\d+,)+\d*", text):
         raise UsageError(f"--gpus {text!r} is neither a count (4) nor a list (0,1,3)")
     if "," not in text and int(text) == 0:
@@ -207,7 +207,7 @@ def _wanted_gpus(text: str) -> list[int]:
 
 
 def _choose_gpus(text: str) -> list[str]:
-    """A bare number is a count, a list has commas; both count among the GPUs visible here, from 0."""
+    """Return the GPUs of --gpus: a bare number is a count, a list has commas; indices count the visible GPUs."""
     there, wanted = _visible_gpus(), _wanted_gpus(text)
     if missing := [index for index in wanted if index >= len(there)]:
         asked = f"GPU {missing[0]}" if "," in text else f"{text} GPUs"
@@ -222,7 +222,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _device_count() -> int:
-    """Return how many GPUs torch can see; torch is imported here, after all that can be checked without it."""
+    """Return the number of GPUs that torch sees; torch is imported here, after all checks that do not need it."""
     import torch
 
     return torch.cuda.device_count()

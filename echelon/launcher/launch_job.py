@@ -1,4 +1,4 @@
-"""From a checked job to its exit code: open, run, report, leave nothing behind."""
+"""``launch``: runs a validated job, reports failures, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from echelon.parameter_server.protocol.port_check import check_port
 
 
 def launch(job: Job) -> int:
-    """Run the job on this host and with the others; the exit code is the first failing rank's, or 0."""
+    """Run the job on this host together with the others; return the first failing rank's exit code, or 0."""
     if job.roles is not None:
         for index in job.roles.servers:
             check_port(job.roles.endpoints[index])
@@ -79,18 +79,18 @@ def launch(job: Job) -> int:
 
 
 def _hush_torch() -> None:
-    """torch's agent tells its own story at length, and its store warns of every host that is lost; ours is one line."""
+    """Silence torch's agent and store, which log at length and warn of every lost host; Echelon prints one line."""
     logging.disable(logging.CRITICAL)
     if "TORCH_CPP_LOG_LEVEL" in os.environ:
         return
-    errors_only = 2  # as that variable has it, which torch reads when it is imported
+    errors_only = 2  # the value of that variable, which torch reads when it is imported
     with contextlib.suppress(OSError, ValueError):
         c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = errors_only
 
 
 def _forget_surrounding_job() -> None:
-    """A script that is itself part of a job may start another one, which must not take itself for that part."""
+    """Remove the variables of an enclosing job, so that a job started by a script does not take them for its own."""
     if LOG_DIR in os.environ:
         of_servers = (*PADDLE_SERVERS, TRAINING_ROLE, PS_TOKEN, PS_SESSION, BOUND_MARK, RESTARTS, SERVER_INDEX)
         of_ranks = (
@@ -160,7 +160,7 @@ def _run_agent(agent: HostAgent, muster: LauncherRendezvous) -> int:
 
 
 def _companions(job: Job, address: str, records: Path) -> list[AgentPlugin]:
-    """What this launcher keeps beside its ranks."""
+    """Return the plugins of this launcher."""
     companions: list[AgentPlugin] = [
         StartupWaitPlugin(records, _say),
         StallPlugin(job.stall, ends=job.on_stall == "end"),
@@ -206,7 +206,7 @@ def _run_roles(job: Job, records: Path, guard: OrphanReaper) -> int:
 
 
 def _tell_timeline() -> None:
-    """Of what its ranks have not put together: workers of servers do not meet, and a job that failed cannot."""
+    """Merge the timeline if the ranks have not: parameter-server workers and failed jobs do not."""
     from echelon.observability.trace.trace_report import conclude
 
     for line in conclude(given_directory()):
@@ -223,7 +223,7 @@ def _report(failure: Failure) -> None:
 
 
 def _tell_others(muster: LauncherRendezvous, why: str, exit_code: int) -> bool:
-    """Whether the job goes on without this host."""
+    """Tell the other hosts that this one leaves; return True if the job continues without it."""
     with contextlib.suppress(PeerLost):
         return bool(muster.hosts) and muster.leave_rendezvous(host_failure(socket.gethostname(), why, exit_code)).again
     return False

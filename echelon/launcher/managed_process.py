@@ -1,4 +1,4 @@
-"""One server or worker of a job with parameter servers: its process, how it ended, and who comes after it."""
+"""``ManagedProcess``: one server or worker of a job with parameter servers, its exit and its restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ManagedProcess:
     record: Path
     restarts: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    #: why we killed it, '' when we did not
+    #: why the launcher killed it, '' if it did not
     _given_up: str = field(default="", repr=False)
 
     @property
@@ -37,7 +37,7 @@ class ManagedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """``None`` while it runs."""
+        """The exit code; ``None`` while it runs."""
         assert self._process is not None
         return self._process.poll()
 
@@ -60,7 +60,7 @@ class ManagedProcess:
             self._process.terminate()
 
     def give_up(self, why: str) -> None:
-        """Kill it: nothing gentler reaches a process that is stopped."""
+        """Kill it with SIGKILL, because a stopped process handles no other signal."""
         assert self._process is not None
         self._given_up = why
         self._process.kill()
@@ -86,7 +86,7 @@ class ManagedProcess:
 
 
 def await_end(members: Sequence[ManagedProcess], seconds: float, look: float) -> None:
-    """Wait until all that were started have ended, at most so long."""
+    """Wait until all started processes have ended, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while any(member.session and member.exit_code is None for member in members) and time.monotonic() < deadline:
         time.sleep(look)

@@ -1,4 +1,4 @@
-"""``MemoryCheckpointPlugin``: what a launcher runs so that its ranks' copies outlive them."""
+"""``MemoryCheckpointPlugin``: runs the snapshot server in the launcher, so that snapshots outlive the ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from echelon.launcher.agent_plugin import Round
     from echelon.launcher.failure import Failure
 
-_ADDRESS, _KEY = "memory", "memory_key"  # on the card
+_ADDRESS, _KEY = "memory", "memory_key"  # keys of ``RendezvousHost.extras``
 
 
 class MemoryCheckpointPlugin:
-    """A companion of the launcher. Ranks copy their state here after every ``copies`` steps.
+    """A plugin of the launcher. Ranks copy their state to its snapshot server after every ``copies`` steps.
 
-    ``address`` is this host's, as the other hosts see it. Without a ``token`` of the job the memory asks for one of its
-    own, which it tells its ranks, so that other users of the host are kept out.
+    ``address`` is this host's, as seen by the other hosts. Without a ``token`` of the job the server makes its own key,
+    which it gives to the job's ranks only, so that other users of the host have no access.
     """
 
     def __init__(self, address: str, token: bytes | None, copies: int) -> None:
@@ -35,7 +35,7 @@ class MemoryCheckpointPlugin:
         return {_ADDRESS: self.server.address} | ({_KEY: self._own_key} if self._own_key else {})
 
     def environment(self, at: Round) -> Mapping[str, str]:
-        """Nothing where a host of the job keeps no copies."""
+        """Return the variables for ranks; none if any host of the job keeps no snapshots."""
         if any(_ADDRESS not in host.extras for host in at.hosts):
             return {}
         return describe(
@@ -62,6 +62,6 @@ class MemoryCheckpointPlugin:
 def describe(
     round_number: int, here: int, hosts: list[tuple[str, str]], ranks: list[int], copies: int
 ) -> dict[str, str]:
-    """The environment from which a rank of this process's host knows where to copy to (see ``Where``)."""
+    """Return the variables from which a rank of this host reads the snapshot servers (see ``SnapshotHosts``)."""
     where = {"round": round_number, "here": here, "hosts": hosts, "ranks": ranks, "pid": os.getpid()}
     return {MEMORY: json.dumps(where), COPIES: str(copies)}

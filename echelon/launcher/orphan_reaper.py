@@ -1,7 +1,7 @@
-"""Outlives the launcher by a moment, to end what a launcher killed outright could not end itself.
+"""Kills the ranks of a launcher that was itself killed: a small process that outlives the launcher.
 
-Started by its path and importing nothing of ours, so that it is a small process. It reads from a pipe which
-sessions belong to the job (each rank leads one); when the pipe breaks without a farewell, it ends them all.
+It is started by its path and imports nothing of Echelon. It reads from a pipe which sessions belong to the job (each
+rank leads one); if the pipe breaks without a farewell, it kills all processes of these sessions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FAREWELL = "farewell"
 
 
 def processes_of(sessions: Iterable[int]) -> list[int]:
-    """The living processes of these sessions: ranks, their children, and children whose rank is gone."""
+    """Return the living processes of these sessions: ranks, their children, and orphaned children."""
     wanted, found = set(sessions), []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
-                # after the command in brackets: state, parent, group, session
+                # after the command in parentheses: state, parent, group, session
                 state, _, _, session = stat.read().rpartition(")")[2].split()[:4]
                 if int(session) in wanted and state not in "ZX":
                     found.append(int(name))
@@ -33,7 +33,7 @@ def processes_of(sessions: Iterable[int]) -> list[int]:
 
 
 def end_sessions(sessions: Iterable[int], patience: float = 5.0) -> None:
-    """Kill every process of these sessions and wait until none is left."""
+    """Kill every process of these sessions and wait until none is left, at most ``patience`` seconds."""
     wanted, deadline = set(sessions), time.monotonic() + patience
     while wanted and (left := processes_of(wanted)) and time.monotonic() < deadline:
         for pid in left:
@@ -43,7 +43,7 @@ def end_sessions(sessions: Iterable[int], patience: float = 5.0) -> None:
 
 
 class OrphanReaper:
-    """The launcher's end of the pipe."""
+    """The launcher's end of the pipe to the reaper process."""
 
     def __init__(self, records: str) -> None:
         self._process = subprocess.Popen(
@@ -51,7 +51,7 @@ class OrphanReaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C at the terminal is not meant for it
+            start_new_session=True,  # so that Ctrl-C at the terminal does not reach it
             text=True,
         )
 
@@ -69,7 +69,7 @@ class OrphanReaper:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # without its guard the job goes on
+        with contextlib.suppress(BrokenPipeError):  # the job continues without its reaper
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 

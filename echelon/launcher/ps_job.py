@@ -1,7 +1,7 @@
-"""The processes of a job with parameter servers on this host: start them, and start again whichever dies.
+"""``ParameterServerJob``: the processes of a job with parameter servers on this host, each restarted when it dies.
 
-A server comes back at its endpoint and restores its state; a worker comes back under its id and asks the servers where
-it stood. Only workers that have joined torch.distributed are started again all together, as ranks are.
+A restarted server listens at its endpoint and restores its state; a restarted worker keeps its id and asks the servers
+for its position. Only workers that have joined torch.distributed are restarted all together, as ranks are.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from echelon.launcher.startup_wait_plugin import StartupWaitPlugin
 from echelon.launcher.stopped_processes import StoppedProcesses
 from echelon.observability.runlog.events import note_beside
 
-#: Seconds for servers to end by themselves when all workers of the job have.
+#: Seconds for servers to end by themselves after all workers of the job have ended.
 FAREWELL = 10.0
-#: Seconds for the process that others lost contact with to end as well, so that its failure is the one reported.
+#: Seconds to wait for the end of the process that others lost contact with, so that its failure is reported.
 FIRST_CAUSE_WAIT = 5.0
 
 
 def create_ps_job(
     job: Job, roles: ParameterServerRoles, session: JobSession, records: Path, guard: OrphanReaper
 ) -> ParameterServerJob:
-    """The crew of this host, nobody started yet. What all inherit lies in our own environment."""
+    """Create the job of this host without starting processes. Common variables are in the launcher's environment."""
     host = socket.gethostname()
     serve = (worker_program.__file__, str(os.getpid()), str(job.log_dir), "module", "echelon.launcher.server_main")
 
@@ -72,11 +72,13 @@ def create_ps_job(
 
 
 class ParameterServerJob:
-    """``meet`` tells workers where they would meet, anew for every attempt; ``bound`` exists when they have met.
+    """The servers and workers of this host.
 
-    marks, grace:  which workers can save and leave when asked, and how many seconds they are given for it
-    standstill:    tells who is stopped for too long
-    waits:         the lines of processes that wait for others at the start
+    meet:          returns the endpoint for torch.distributed as variables, new for every attempt
+    bound:         file that exists once the workers have joined torch.distributed
+    marks, grace:  markers of workers that can save and exit on request, and seconds that they get for it
+    standstill:    detects processes that are stopped for too long
+    waits:         prints the lines of processes that wait for others at startup
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class ParameterServerJob:
         self._attempt = 0
 
     def run(self) -> None:
-        """Run until every worker, and every server of workers elsewhere, is done; raise JobFailed or HostPreempted."""
+        """Run until all workers, and servers of remote workers, are done; raise JobFailed or HostPreempted."""
         try:
             self._tell_workers()
             self._start(self._all)
@@ -130,17 +132,17 @@ class ParameterServerJob:
         return self._servers + self._workers
 
     def _done(self) -> bool:
-        """Servers may end when the workers of this host have, but for those on other hosts they stay."""
+        """Return True if the workers have ended, and the servers too if they also serve workers of other hosts."""
         awaited = [] if self._one_host else self._servers
         return all_stopped_gracefully(self._codes()) and all(server.exit_code == 0 for server in awaited)
 
     def _codes(self) -> list[int | None]:
         return [worker.exit_code for worker in self._workers]
 
-    # Leaving
+    # Preemption
 
     def _leave(self, number: signal.Signals) -> NoReturn:
-        """We were asked to go. Workers that can save are given the time, and their servers stay for them."""
+        """Leave after a signal. Workers that can save get the time for it, and their servers stay for them."""
         stopped = SignalException(f"stopped by {number.name}", number)
         if not self._can_leave():
             raise stopped
@@ -148,14 +150,14 @@ class ParameterServerJob:
         running = [worker.session for worker in self._workers if worker.exit_code is None]
         if not request_graceful_stop(running, self._codes, self._grace):
             raise stopped
-        # Workers of other hosts, most likely asked as well, may still be saving with the servers of this one
+        # Workers of other hosts, probably preempted too, may still be saving with the servers of this host
         await_end(self._servers, FAREWELL if self._one_host else deadline - time.monotonic(), LOOK / 5)
         raise HostPreempted(number, goes_on=False)
 
     def _can_leave(self) -> bool:
         return any(self._marks.has(worker.index) for worker in self._workers)
 
-    # Mending
+    # Restarts
 
     def _give_up_stopped(self) -> None:
         running = {member.session: member for member in self._all if member.exit_code is None}
@@ -163,7 +165,7 @@ class ParameterServerJob:
             running[pid].give_up(f"for {self._standstill.limit:g} s (stopped by SIGSTOP)")
 
     def _mend(self) -> None:
-        """Start again whoever has failed; end the job when that makes no sense any more."""
+        """Restart failed processes; end the job if that is pointless or not allowed any more."""
         failures = self._failures()
         if any(not self._may_return(member, failures[member.name]) for member in self._all if member.name in failures):
             raise JobFailed(self._first_cause())
@@ -181,9 +183,9 @@ class ParameterServerJob:
         return {member.name: member.failure() for member in self._all if _has_failed(member)}
 
     def _first_cause(self) -> Failure:
-        """Return the failure to report; if all failures follow from another one, wait until that process has ended.
+        """Return the failure to report; if all failures are secondary, wait for the process that caused them to end.
 
-        A server tells its workers why it ends before it does, and on a busy host they may end first.
+        A server tells its workers the reason before it ends, and on a busy host the workers may end first.
         """
         deadline = time.monotonic() + FIRST_CAUSE_WAIT
         while (cause := first_cause(self._failures().values())).secondary and time.monotonic() < deadline:
@@ -193,18 +195,18 @@ class ParameterServerJob:
         return cause
 
     def _may_return(self, member: ManagedProcess, failure: Failure) -> bool:
-        """What is explained in one line would come again, unless it only tells of a lost fellow."""
+        """Return True if it may restart. A failure explained in one line would recur, unless it is only a lost peer."""
         together = member.role == "worker" and self._bound.exists()
         if failure.explained and not (together and failure.secondary):
             return False
         if member.role == "worker" and not together and any(server.exit_code == 0 for server in self._servers):
-            return False  # all had taken leave, and what it trained with is gone
+            return False  # all workers had finished, and the servers it trained with have ended
         return (self._attempt if together else member.restarts) < self._max_restarts
 
     def _restart(self, member: ManagedProcess, failure: Failure) -> None:
         member.restarts += 1
         _tell(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
-        end_sessions([member.session])  # its children
+        end_sessions([member.session])  # kills its children
         self._start([member])
 
     def _restart_workers(self, failure: Failure) -> None:
@@ -216,7 +218,7 @@ class ParameterServerJob:
         for worker in self._workers:
             worker.restarts += 1
         self._tell_workers()
-        # Servers that had ended because all had taken leave are needed again
+        # Servers that had ended because all workers had finished are needed again
         self._start([server for server in self._servers if server.exit_code == 0] + self._workers)
 
     def _tell_workers(self) -> None:
@@ -233,11 +235,11 @@ class ParameterServerJob:
             self._guard.watch([member.session for member in self._all if member.session])
 
     def _end(self, members: list[ManagedProcess]) -> None:
-        """Ask them to end, kill those that do not, then whatever they left running in their sessions."""
+        """Terminate processes, kill those that remain, then kill other processes in their sessions."""
         with signals_held():
             for member in members:
                 member.ask_to_end()
-            # Those that would save first cannot any more
+            # Workers that save on SIGTERM cannot save any more, so they get less time
             hurried = [member for member in members if member.role == "worker" and self._marks.has(member.index)]
             await_end(hurried, NO_GRACE, LOOK / 5)
             end_sessions(member.session for member in hurried)
@@ -251,5 +253,5 @@ def _tell(restart: str) -> None:
 
 
 def _has_failed(member: ManagedProcess) -> bool:
-    """A worker that has saved and left has not."""
+    """Return True if the process failed; a worker that has saved and exited has not."""
     return bool(member.exit_code) and not (member.role == "worker" and member.exit_code == REQUEUE)

@@ -1,4 +1,4 @@
-"""A job with parameter servers: which servers and workers this host starts, and what each finds in its environment."""
+"""Roles of a job with parameter servers: the servers and workers of this host, and their environment variables."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from echelon.base.environment import (
 from echelon.base.errors import UsageError
 from echelon.distributed.ps_role import BY_HAND
 
-#: How often each server and each worker is started again, unless --max-restarts says otherwise.
+#: Default of --max-restarts for each server and each worker.
 MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True)
 class ParameterServerRoles:
-    """A checked request.
+    """Validated options.
 
-    endpoints:      of all servers of the job, in their order
-    servers:        which of them are started here
-    workers:        how many are started here; ``trainers`` counts those of all hosts
-    first_trainer:  the id of the first worker here, the others follow
-    state:          where servers keep their state; None: in a directory that goes with the job
+    endpoints:      endpoints of all servers of the job, in order
+    servers:        indices of the servers that start here
+    workers:        number of workers that start here; ``trainers`` counts those of all hosts
+    first_trainer:  id of the first worker here; the others follow
+    state:          directory of the servers' state; None: a temporary one, which is removed with the job
     """
 
     endpoints: tuple[str, ...]
@@ -66,7 +66,7 @@ def check_roles(
     trainer_id_from: int | None,
     state: str | None,
 ) -> ParameterServerRoles | None:
-    """Return the roles that the options ask for; None for a job without servers. A mistake raises ``UsageError``."""
+    """Return the roles that the options describe; None for a job without servers. Raises ``UsageError``."""
     if servers is None and pservers is None:
         given = {"--workers": workers, "--trainers": trainers, "--trainer-id-from": trainer_id_from, "--state": state}
         if odd := next((name for name, value in given.items() if value is not None), None):
@@ -81,7 +81,7 @@ def check_roles(
 
 
 def _count_workers(here: int, trainers: int | None, first: int | None, listed: bool) -> tuple[int, int]:
-    """Workers in all, and the id of the first one here."""
+    """Return the number of all workers, and the id of the first one here."""
     if here < (0 if listed else 1):
         raise UsageError(f"--workers {here} makes no job; it must be {0 if listed else 1} or more")
     if not listed:
@@ -108,7 +108,7 @@ def _own_endpoints(count: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _listed_endpoints(pservers: str, wanted: int | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The list, and which of it are this host's: those whose address is local, unless --servers 0 says none."""
+    """Return the list, and the indices of this host's servers: those with a local address, none with --servers 0."""
     endpoints = parse_endpoints(pservers)
     if wanted == 0:
         return endpoints, ()
@@ -124,11 +124,11 @@ def _listed_endpoints(pservers: str, wanted: int | None) -> tuple[tuple[str, ...
 
 @dataclass(frozen=True)
 class JobSession:
-    """One run of the job: its name, and the directory in which its servers keep their state."""
+    """One run of the job: its name, and the directory of its servers' state."""
 
     name: str
     state: Path
-    #: whether the directory is ours alone and goes when the job has succeeded
+    #: True if the directory is temporary and is removed when the job has succeeded
     passing: bool
 
     def holds_state(self) -> bool:
@@ -140,13 +140,13 @@ class JobSession:
 
 
 def open_session(roles: ParameterServerRoles, log_dir: Path, env: Mapping[str, str]) -> JobSession:
-    """A new session, or the one whose state --state holds: then the servers go on where they were."""
+    """Open a new session, or the one whose state is in --state: then the servers continue from it."""
     name = env.get(PS_SESSION) or _session_of(roles.state) or (secrets.token_hex(4) if roles.one_host else BY_HAND)
     own = log_dir / f"servers-{name if roles.one_host else secrets.token_hex(4)}"
     session = JobSession(name, roles.state or own, passing=roles.state is None)
     if roles.servers:
         try:
-            session.state.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model is in it
+            session.state.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, because it contains the model
             (session.state / "session").write_text(name)
         except OSError as error:
             raise UsageError(f"--state '{session.state}' cannot be used: {error.strerror}") from None
@@ -160,9 +160,9 @@ def _session_of(state: Path | None) -> str:
 
 
 def share(roles: ParameterServerRoles, session: JobSession, records: Path, join_timeout: float) -> None:
-    """Put into our own environment, which all inherit, what is the same for servers and workers.
+    """Set variables that are the same for servers and workers in the launcher's environment, which they inherit.
 
-    The secret goes by this way and no other: command lines can be read by every user of the host.
+    The token is passed only this way: every user of the host can read command lines.
     """
     os.environ |= {
         PADDLE_SERVERS[0]: ",".join(roles.endpoints),
@@ -185,7 +185,7 @@ def server_environment(roles: ParameterServerRoles, index: int, session: JobSess
 
 
 def worker_environments(roles: ParameterServerRoles) -> list[dict[str, str]]:
-    """One for each worker here; where the workers would meet is added when they start."""
+    """Return the variables of each worker here; the endpoint for torch.distributed is added when they start."""
     ports = network.free_ports(LOOPBACK, roles.workers) if roles.one_host else []
     endpoints = [network.endpoint(LOOPBACK, port) for port in ports]
     known = {PADDLE_ENDPOINTS: ",".join(endpoints)} if endpoints else {}

@@ -1,4 +1,4 @@
-"""What every rank finds in its environment, and where it leaves the record of its end."""
+"""``RankEnvironment``: the environment variables of every rank, and the path of the record of its end."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from echelon.launcher.job import Job
 
 
 class RankEnvironment(LogsSpecs):
-    """torch asks its ``LogsSpecs`` for each rank's files just before starting it, environment in hand.
+    """A ``LogsSpecs``, which torch calls with each rank's environment just before it starts the rank.
 
-    The streams stay untouched here (worker.py opens the log); only the record's path and the names known from
-    Paddle are added. ``endpoints`` must be set before: one ``host:port`` per rank of the whole job; ``more`` may be:
-    what else every rank of this host finds in its environment.
+    It does not redirect output, because rank_main.py opens the log; it adds the record's path and Paddle's variables.
+    ``endpoints``, one ``host:port`` per rank of the whole job, must be set before; ``more`` may have more variables for
+    every rank of this host.
     """
 
     def __init__(self, log_dir: Path, records: Path) -> None:
@@ -69,7 +69,7 @@ class RankEnvironment(LogsSpecs):
 
 
 def forget_logs(log_dir: Path, kind: str, beyond: int) -> None:
-    """Logs of an earlier, larger job in the same directory would pass for this one's."""
+    """Remove logs of an earlier, larger job in the same directory, which would look like logs of this job."""
     for log in log_dir.glob(f"{kind}-*.log"):
         number = log.stem.removeprefix(f"{kind}-")
         if number.isdigit() and int(number) >= beyond:
@@ -77,7 +77,7 @@ def forget_logs(log_dir: Path, kind: str, beyond: int) -> None:
 
 
 def export(job: Job, address: str) -> None:
-    """Put into our own environment, which the ranks inherit, what is the same for all ranks of this host."""
+    """Set variables that are the same for all ranks of this host in the launcher's environment, which they inherit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.processes)))
     os.environ[LOG_DIR] = str(job.log_dir)
@@ -86,7 +86,7 @@ def export(job: Job, address: str) -> None:
     os.environ[STALL] = f"{job.stall:g}"
     if job.checked:
         os.environ[CHECK] = "1"
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # the user's own collectives, too
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # checks collectives of user code, too
     if job.traceback:
         os.environ[TRACEBACK] = "1"
     if job.timeline is not None:
@@ -98,8 +98,8 @@ def export(job: Job, address: str) -> None:
     if job.nic is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = job.nic
         return
-    # Gloo would take whatever the host's name resolves to, often not the interface that reaches the others
+    # Gloo would use the address of the host's name, often not on the interface that reaches the other hosts
     if carrier := network.interface_with(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", carrier)
     if job.one_host:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # nobody outside this host has business here
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # other hosts have no reason to connect

@@ -1,4 +1,4 @@
-"""What a server runs under ``echelon run``, inside worker.py: an error it raises becomes the record of its end."""
+"""The program of a server under ``echelon run``, run by rank_main.py, which records an error that it raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals to the launcher: each becomes an exception, but never in the middle of starting or ending processes."""
+"""Signals to the launcher: each raises an exception, but never while processes are being started or ended."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.distributed.rank_main import HELD_SIGNALS
 
-#: Schedulers announce by these that the job must go soon.
+#: Signals by which schedulers announce preemption.
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopNotice:
-    """While it is heeded, the first of ``LEAVE_SIGNALS`` is only noted here; the second is an exception like others."""
+    """Records the first of ``LEAVE_SIGNALS`` while it is active; the second raises an exception like other signals."""
 
     def __init__(self) -> None:
         self.given: signal.Signals | None = None
@@ -35,16 +35,16 @@ _notices: list[StopNotice] = []
 
 
 def install_launcher_signal_handlers() -> None:
-    """As torch's agent does once ranks run, but from the start, and leaving alone what nohup set to be ignored."""
+    """Install handlers as torch's agent does once ranks run, but at once, and not for signals that nohup ignores."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's agent puts its own handlers in place of ours
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # otherwise torch's agent would replace these handlers
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """A second Ctrl-C must not break off the ending of the ranks, nor a first one their starting."""
+    """Block signals, so that Ctrl-C interrupts neither the start nor the end of ranks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
     try:
         yield

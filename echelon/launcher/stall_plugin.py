@@ -1,6 +1,6 @@
-"""The launcher's part of the stall watch: the first host judges, every host shows what was found, once.
+"""``StallPlugin``: the launcher's part of stall detection. The first host decides, every host prints each report once.
 
-Each launcher also looks at the processes of its own ranks: one that is stopped cannot say so itself.
+Each launcher also checks the process states of its own ranks, because a stopped process cannot report itself.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from echelon.launcher.failure import STALLED, Failure
 from echelon.observability.stall.detector import StallDetector, StallReport, log_stall_reports, period
 from echelon.observability.stall.reporter import PREFIX
 
-#: States of a process worth telling others, see proc(5).
+#: Process states that other hosts need to know, see proc(5).
 _TELLING = "TtZD"
 
 
 class StallPlugin:
-    """A companion of the launcher.
+    """A plugin of the launcher.
 
-    limit: seconds that a rank may be late; 0: for ever
-    ends:  whether the round ends with a rank that is late and does not work
+    limit:  seconds that a rank may be late; 0: no limit
+    ends:   True if the round ends when a rank is late and does not work
     """
 
     def __init__(self, limit: float, *, ends: bool) -> None:
@@ -65,13 +65,13 @@ class StallPlugin:
             self._tell_states(self._at)
             failure = self._judge(self._at, self._court, now) if self._court is not None else None
             self._show(self._at)
-        except RuntimeError:  # a store that does not answer any more is noticed by the agent
+        except RuntimeError:  # the agent notices a store that does not answer any more
             return None
         return failure
 
     def end(self) -> None:
         if self._at is not None and self._limit > 0:
-            # The first host has told it just before it ended the round.
+            # The first host may have written a report just before it ended the round.
             with contextlib.suppress(RuntimeError, EchelonError):
                 self._show(self._at)
         self._at, self._court = None, None
@@ -109,7 +109,7 @@ class StallPlugin:
 
 
 def process_state(pid: int) -> str:
-    """One letter, see proc(5); '' where the process is gone or there is no /proc."""
+    """Return one letter, see proc(5); '' if the process has ended or there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

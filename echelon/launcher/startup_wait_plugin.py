@@ -1,7 +1,7 @@
-"""``StartupWaitPlugin``: what the processes of this host wait for at the start, for the console of their launcher.
+"""``StartupWaitPlugin``: prints on the launcher's console which processes this host's processes wait for at startup.
 
 Only rank 0 writes to the console. A rank, worker or server that waits leaves its line in a directory (wait_notice.py);
-the launcher prints one line for each awaited process, however many of its own wait for it.
+the launcher prints one line for each awaited process, even if several of its processes wait for it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from echelon.base.environment import WAIT_LINES
 from echelon.launcher.agent_plugin import Round
 from echelon.launcher.failure import Failure
 
-#: Seconds after which a line about the same process is printed again: it belongs to a later attempt.
+#: Seconds after which a line about the same process is printed again, because it belongs to a later attempt.
 AGAIN = 10.0
 
 
 class StartupWaitPlugin:
-    """A companion of the ranks of this host; of its servers and workers, too."""
+    """A plugin for the ranks of this host, and for its servers and workers."""
 
     def __init__(self, records: Path, say: Callable[[str], None]) -> None:
         self._directory, self._say = records / "waits", say
@@ -38,7 +38,7 @@ class StartupWaitPlugin:
     def begin(self, at: Round, pids: Mapping[int, int]) -> None: ...
 
     def look(self) -> Failure | None:
-        """Print the lines that are new."""
+        """Print the new lines."""
         for path in sorted(self._directory.glob("*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 told = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Processes that are stopped and stay so: one that got SIGSTOP cannot say it, and would be waited for in vain."""
+"""``StoppedProcesses``: detects processes that remain stopped: after SIGSTOP a process cannot report it itself."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterable
 
 from echelon.launcher.stall_plugin import process_state
 
-#: By a signal, by a debugger; see proc(5).
+#: States of a process stopped by a signal or by a debugger; see proc(5).
 STOPPED = ("T", "t")
-#: Seconds between two looks after which we stood still ourselves, perhaps with those we look at: count anew.
+#: Seconds between two checks after which this process was probably stopped itself, with the others: start over.
 BLIND = 5.0
 
 
 class StoppedProcesses:
-    """limit: seconds that a process may be stopped; 0: for ever"""
+    """Detects processes that are stopped for too long.
+
+    limit:  seconds that a process may be stopped; 0: no limit
+    """
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -22,7 +25,7 @@ class StoppedProcesses:
         self._looked = time.monotonic()
 
     def overdue(self, pids: Iterable[int]) -> list[int]:
-        """Those that were stopped at every look for longer than the limit."""
+        """Return the processes that were stopped at every check for longer than the limit."""
         if self.limit <= 0:
             return []
         now = time.monotonic()

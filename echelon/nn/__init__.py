@@ -1,4 +1,4 @@
-"""Layers that can be spread over devices."""
+"""Layers and functions for models: mixture of experts, packed sequences, sparse embeddings."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ __all__ = [
     "take_auxiliary_loss",
 ]
 
-#: Public names of this package whose modules stand above it, imported when they are asked for.
+#: Public names of this package whose modules are in higher layers; they are imported on first access.
 _FROM_ABOVE = {
     "SparseEmbedding": "echelon.parameter_server.worker.sparse_embedding",
     "gather_batch": "echelon.parallel.data.gather_batch",

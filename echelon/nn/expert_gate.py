@@ -1,7 +1,7 @@
-"""The gate of a mixture of experts: which experts each token goes to, with what weight, and its place in their queues.
+"""The gate of a mixture of experts: it assigns experts, weights and queue positions to tokens.
 
-Top 1 is the gate of Switch Transformers (Fedus et al. 2021), top 2 that of GShard (Lepikhin et al. 2020). Nothing here
-depends on how many tokens an expert got: all shapes are known beforehand, so a GPU is never waited for.
+Top 1 is the gate of Switch Transformers (Fedus et al. 2021), top 2 that of GShard (Lepikhin et al. 2020). No shape
+depends on the number of tokens that an expert receives, so the host never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenRouting:
-    """experts: [top, tokens], the number of experts where a token goes nowhere; weights: [top, tokens];
-    probabilities: [tokens, experts]."""
+    """Experts and weights of each token.
+
+    experts:        [top, tokens], index of the expert; the number of experts if the token has none
+    weights:        [top, tokens]
+    probabilities:  [tokens, experts]
+    """
 
     experts: Tensor
     weights: Tensor
@@ -25,24 +29,29 @@ class TokenRouting:
 
 @dataclass(frozen=True)
 class ExpertQueues:
-    """places: [top, tokens], among those of the same choice and expert; lengths: [top, experts]."""
+    """Positions of the tokens in the queues of their experts; each choice has its own queues.
+
+    places:   [top, tokens], index among the tokens of the same choice and expert
+    lengths:  [top, experts], tokens in each queue
+    """
 
     places: Tensor
     lengths: Tensor
 
 
 def choose(logits: Tensor, top: int, random_second: bool = False) -> TokenRouting:
-    """The ``top`` most probable experts of each token; of equal ones the first.
+    """Select the ``top`` most probable experts of each token; among equal experts the first one wins.
 
-    The weight is the probability with one expert, and the two probabilities scaled to a sum of 1 with two.
-    random_second: use the second one only with twice its weight as probability.
+    With top=1 the weight is the probability; with top=2 the two probabilities are scaled to a sum of 1.
+
+    random_second:  use the second expert only with a probability of twice its weight; default False
     """
     probabilities = logits.softmax(-1)
     first = probabilities.argmax(-1)
     best = probabilities.gather(1, first[:, None])[:, 0]
     if top == 1:
         return TokenRouting(first[None], best[None], probabilities)
-    # Not topk: it does not say which of equal experts comes first, and padding makes all of them equal.
+    # topk does not specify the order of equal experts, and padding makes all of them equal.
     second = probabilities.detach().scatter(1, first[:, None], -1.0).argmax(-1)
     other = probabilities.gather(1, second[:, None])[:, 0]
     weights = torch.stack([best, other]) / (best + other)
@@ -53,7 +62,7 @@ def choose(logits: Tensor, top: int, random_second: bool = False) -> TokenRoutin
 
 
 def queue(experts: Tensor, count: int) -> ExpertQueues:
-    """Let tokens stand in line for their experts, in their order; each choice has lines of its own."""
+    """Assign each token a position in the queue of its expert, in token order; each choice has its own queues."""
     top = experts.shape[0]
     lines = (experts + (count + 1) * torch.arange(top, device=experts.device)[:, None]).flatten()
     lengths = lines.new_zeros(top * (count + 1)).scatter_add_(0, lines, torch.ones_like(lines))
@@ -65,17 +74,23 @@ def queue(experts: Tensor, count: int) -> ExpertQueues:
 
 
 def positions(experts: Tensor, queues: ExpertQueues, ahead: Tensor) -> Tensor:
-    """Each token's position in its expert's capacity; ``ahead`` [top, experts] stand before the queue of a choice."""
-    padded = torch.cat([ahead, ahead.new_zeros(len(ahead), 1)], 1)  # for tokens that go nowhere
+    """Return each token's position in its expert's capacity.
+
+    ahead:  [top, experts], tokens before the queue of each choice
+    """
+    padded = torch.cat([ahead, ahead.new_zeros(len(ahead), 1)], 1)  # for tokens without an expert
     return queues.places + padded.gather(1, experts)
 
 
 def capacity(factor: float, top: int, tokens: int, experts: int) -> int:
-    """How many tokens an expert takes: ``factor`` times its even share."""
+    """Return the number of tokens that an expert takes: ``factor`` times its even share, rounded up."""
     return math.ceil(factor * top * tokens / experts)
 
 
 def balance(fractions: Tensor, probabilities: Tensor) -> Tensor:
-    """1 for an even load, above it for an uneven one. Both [experts]: the fraction of tokens whose first choice each
-    is, which has no gradient, and the mean probability, which has."""
+    """Return the load-balancing loss: 1 for an even load, more for an uneven one.
+
+    fractions:      [experts], fraction of tokens whose first choice is each expert; has no gradient
+    probabilities:  [experts], mean probability of each expert; has a gradient
+    """
     return len(fractions) * (fractions * probabilities).sum()

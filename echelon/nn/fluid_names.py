@@ -13,9 +13,11 @@ _CALL = "SparseEmbedding(width, capacity=dict_size)"
 
 
 def in_our_names(given: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """Return ``given`` by the names of SparseEmbedding; an option without a meaning there is refused in one line.
+    """Return ``given`` under the option names of SparseEmbedding.
 
-    known: SparseEmbedding's own names
+    Raises ``UsageError`` for an option that SparseEmbedding has no counterpart of.
+
+    known: SparseEmbedding's own option names
     """
     ours: dict[str, Any] = {}
     for name, value in given.items():
@@ -32,12 +34,12 @@ def in_our_names(given: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
         else:
             raise UsageError(f"SparseEmbedding has no option '{name}'{nearest(name, [*known, *_FLUID, *_SAME])}")
     if (given.get("padding_idx") or 0) < 0 and "capacity" in ours:
-        ours["padding_id"] = ours["capacity"] + given["padding_idx"]  # counted from the end, there
+        ours["padding_id"] = ours["capacity"] + given["padding_idx"]  # in Fluid and torch, negative counts from the end
     return ours
 
 
 def _from_size(size: Any) -> dict[str, Any]:
-    """Return width and capacity of ``[dict_size, width]``."""
+    """Return the width and the capacity that ``[dict_size, width]`` gives."""
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(each) is int for each in size):
         raise UsageError(f"SparseEmbedding(size={size!r}): expected [dict_size, width], two whole numbers")
     return {"capacity": size[0], "dim": size[1]}
@@ -57,7 +59,7 @@ def _check_dtype(value: Any) -> None:
 
 
 def _from_attributes(attributes: Any) -> dict[str, Any]:
-    """Return the table's name of ``"name"`` or ``ParamAttr(name="name")``."""
+    """Return the table name that ``"name"`` or ``ParamAttr(name="name")`` gives."""
     name = attributes if isinstance(attributes, str) else getattr(attributes, "name", None)
     if attributes is None:
         return {}

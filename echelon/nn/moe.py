@@ -1,6 +1,6 @@
 """MoE: a layer of many feed-forward experts, of which each token uses one or two.
 
-An ordinary module on one process. ``split_moe`` puts its experts on different ranks, with the same numbers.
+``MoE`` is an ordinary module in one process. ``split_moe`` puts its experts on different ranks, with equal results.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from torch import Tensor, nn
 from echelon.base.errors import UsageError
 from echelon.nn.expert_gate import TokenRouting, balance, capacity, choose, positions, queue
 
-#: From the rows of each expert [experts, rows, dim] and w1, b1, w2, b2 to its outputs, of the same shape.
+#: Maps the rows of each expert [experts, rows, dim] and w1, b1, w2, b2 to the experts' outputs, of the same shape.
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def feed_forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """Two layers with a GELU between, for all experts at once."""
+    """Apply two linear layers with a GELU between them, for all experts at once."""
     return torch.baddbmm(b2[:, None], F.gelu(torch.baddbmm(b1[:, None], x, w1)), w2)
 
 
 class MoE(nn.Module):
     """A mixture of ``experts`` feed-forward layers over the last dimension of the input, which is ``dim`` wide.
 
-    hidden:        width inside an expert; 4 * dim unless given
-    top:           experts a token uses: 1 or 2
-    capacity:      an expert takes so many times its even share of the tokens; what comes later is dropped, which means
-                   that its output is zero (put a residual connection around the layer). First choices of all tokens
-                   come before second choices, and earlier tokens before later ones
-    auxiliary:     weight of the loss that evens out the load
-    noise:         in training, the gate sees its input times random numbers within 1 - noise and 1 + noise
-    random_second: in training with top=2, use the second expert with twice its weight as probability
-    expert:        what the experts compute in place of ``feed_forward``; for all of them at once
+    hidden:        hidden width of an expert; default 4 * dim
+    top:           experts per token: 1 or 2; default 1
+    capacity:      tokens that an expert takes, as a multiple of its even share; default 1.25. Later tokens are dropped,
+                   which means that their output is zero (put a residual connection around the layer). First choices
+                   of all tokens come before second choices, and earlier tokens before later ones
+    auxiliary:     weight of the load-balancing loss; default 0.01
+    noise:         in training, the gate's input is multiplied by random numbers between 1 - noise and 1 + noise;
+                   default 0
+    random_second: in training with top=2, use the second expert only with a probability of twice its weight
+    expert:        function that the experts compute in place of ``feed_forward``, for all experts at once
 
-    After each forward pass in training ``auxiliary_loss`` is the term to add to the loss (the engine does), and
-    ``dropped`` the fraction of this process's assignments that found no room.
+    After each forward pass in training ``auxiliary_loss`` is the term to add to the loss (the engine adds it), and
+    ``dropped`` is the fraction of this process's assignments that exceeded the capacity.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each expert as its two ``nn.Linear`` would begin."""
+        """Initialize each expert like two ``nn.Linear`` layers."""
         for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
             bound = 1 / math.sqrt(weight.shape[1])
             nn.init.uniform_(weight, -bound, bound)
@@ -79,7 +80,7 @@ class MoE(nn.Module):
         self.gate.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] to [..., dim]."""
+        """Apply the layer to ``x`` [..., dim]; the result has the same shape."""
         if x.shape[-1] != self.dim:
             raise UsageError(
                 f"MoE(dim={self.dim}) got an input of shape {tuple(x.shape)}; make its last size {self.dim}"
@@ -90,13 +91,13 @@ class MoE(nn.Module):
         return mixed.view(x.shape)
 
     def _mix(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The output of each token, and how uneven the load is."""
+        """Return the output of each token and the load-balancing loss before its weight."""
         choice = self._choose(tokens, self.gate.weight)
         queues = queue(choice.experts, self.experts)
         room = capacity(self.capacity, self.top, len(tokens), self.experts)
         at = positions(choice.experts, queues, ahead=queues.lengths.cumsum(0) - queues.lengths)
         kept = (choice.experts < self.experts) & (at < room)
-        # A token that found no room goes to one slot too many, and comes back from any with weight 0.
+        # A token beyond the capacity is written to one extra slot, and its output is read from any slot with weight 0.
         slots = torch.where(kept, choice.experts * room + at, self.experts * room).flatten()
         buffer = tokens.new_zeros(self.experts * room + 1, self.dim)
         buffer.index_copy_(0, slots, tokens.repeat(self.top, 1))
@@ -106,18 +107,18 @@ class MoE(nn.Module):
         return self._weigh(rows.index_select(0, slots.clamp(max=len(rows) - 1)), kept, choice), uneven
 
     def _compute(self, rows: Tensor) -> Tensor:
-        """Every expert on its rows: [experts, rows, dim]."""
+        """Apply every expert to its rows, [experts, rows, dim]."""
         return self.expert(rows, self.w1, self.b1, self.w2, self.b2)
 
     def _weigh(self, rows: Tensor, kept: Tensor, choice: TokenRouting) -> Tensor:
-        """From what the experts answered, [top * tokens, dim], to each token's output."""
+        """Combine the experts' outputs, [top * tokens, dim], into each token's output."""
         with torch.no_grad():
             self.dropped = ((choice.experts < self.experts) & ~kept).sum() / max(kept.numel(), 1)
         weights = torch.where(kept, choice.weights, 0.0).to(rows.dtype)
         return (rows.view(*kept.shape, self.dim) * weights[..., None]).sum(0)
 
     def _choose(self, tokens: Tensor, weight: Tensor) -> TokenRouting:
-        # In 32 bits also where the rest has 16: rounding would send tokens elsewhere.
+        # The gate computes in float32 even under 16-bit precision: rounding would route tokens to other experts.
         with torch.autocast(tokens.device.type, enabled=False):
             seen = tokens.float() if tokens.dtype in (torch.float16, torch.bfloat16) else tokens
             if self.training and self.noise > 0:
@@ -125,7 +126,7 @@ class MoE(nn.Module):
             return choose(F.linear(seen, weight.to(seen.dtype)), self.top, self.training and self.random_second)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What the last forward pass left belongs to its graph, which cannot be copied.
+        # auxiliary_loss belongs to the autograd graph of the last forward pass, which cannot be copied.
         return {**self.__dict__, "auxiliary_loss": None}
 
     def extra_repr(self) -> str:
@@ -133,7 +134,7 @@ class MoE(nn.Module):
 
 
 def take_auxiliary_loss(model: nn.Module) -> Tensor | None:
-    """The sum of the auxiliary losses that the last forward pass left in ``model``; ``None`` where it left none."""
+    """Return the sum of the auxiliary losses of the last forward pass and clear them; None if there are none."""
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     losses = [layer.auxiliary_loss for layer in layers if layer.auxiliary_loss is not None]
     for layer in layers:

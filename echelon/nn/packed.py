@@ -1,7 +1,7 @@
-"""Sequences of different length laid one after another, without padding between them.
+"""Packed sequences: sequences of different lengths concatenated without padding between them.
 
-What a model does token by token (linear layers, norms, MLPs) needs no more than that; attention is told where each
-sequence begins and ends.
+Token-wise layers (linear layers, norms, MLPs) need no more than that; attention also gets the boundaries of the
+sequences.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.base.errors import UsageError
 
-MULTIPLE = 128  #: tokens of a batch are filled up to a multiple of it, so that kernels meet few shapes
-STEP = 64  #: ``longest`` is rounded up to a multiple of it, for the same reason
+MULTIPLE = 128  #: the tokens of a batch are padded to a multiple of this, so that kernels see few shapes
+STEP = 64  #: ``longest`` is rounded up to a multiple of this, for the same reason
 
 
 class Bounds(NamedTuple):
-    """What attention needs to know of sequences in one row: sequence i is tokens offsets[i] to offsets[i + 1].
+    """Boundaries of the sequences in one row: sequence i is tokens offsets[i] to offsets[i + 1].
 
-    longest: no sequence has more tokens
+    longest: upper bound of the tokens of a sequence
     """
 
     offsets: Tensor
     longest: int
 
     def owners(self, tokens: int) -> Tensor:
-        """For each of ``tokens`` tokens, the number of its sequence."""
+        """Return the index of the sequence of each of ``tokens`` tokens."""
         at = torch.arange(tokens, device=self.offsets.device, dtype=self.offsets.dtype)
-        # not of offsets[1:]: compiled for GPUs by torch 2.11, the search would begin at offsets[0] all the same
+        # Search offsets, not offsets[1:]: compiled for GPUs by torch 2.11, the search would begin at offsets[0] anyway.
         return torch.bucketize(at, self.offsets, right=True) - 1
 
     def places(self, tokens: int) -> Tensor:
-        """For each of ``tokens`` tokens, how many stand before it in its sequence."""
+        """Return the position of each of ``tokens`` tokens in its sequence, from 0."""
         at = torch.arange(tokens, device=self.offsets.device)
         return at - self.offsets[self.owners(tokens)]
 
@@ -45,11 +45,11 @@ class Bounds(NamedTuple):
 class Packed(NamedTuple):
     """A batch of n sequences as one row of t tokens.
 
-    lengths: [n] int32; first, since a batch is counted by its first tensor
-    offsets: [m + 1] int32, m >= n: where each begins, and where the last ends. Behind the n sequences the row is filled
-             up; what fills it counts as further sequences, which belong to no sample
+    lengths: [n] int32; the first field, because the samples of a batch are counted by its first tensor
+    offsets: [m + 1] int32, m >= n: the start of each sequence and the end of the last. The row is padded after the n
+             sequences; the padding counts as further sequences, which belong to no sample
     values:  [t, ...]
-    longest: tokens of a sequence, at most: a number on the host, so that no kernel has to be waited for
+    longest: upper bound of the tokens of a sequence: a number on the host, so that the host need not wait for a kernel
     """
 
     lengths: Tensor
@@ -67,25 +67,28 @@ class Packed(NamedTuple):
 
     @property
     def begins(self) -> Tensor:
-        """[n]: the first token of each sample. Only for sequences that have one."""
+        """Index of the first token of each sample, [n]; valid only for samples that have a token."""
         return self.offsets[: self.samples]
 
     def owners(self) -> Tensor:
-        """[t]: whose token it is; n or more: nobody's."""
+        """Return the sample of each token, [t]; n or more for padding."""
         return self.bounds.owners(self.values.shape[0])
 
     def places(self) -> Tensor:
-        """[t]: positions, from 0 in every sample; 0 also where it is nobody's, so that any table has it."""
+        """Return the position of each token in its sample, [t]; padding gets 0, which any embedding table has."""
         return torch.where(self.owners() < self.samples, self.bounds.places(self.values.shape[0]), 0)
 
     def unpack(self) -> list[Tensor]:
-        """The sequences. Waits for the device."""
+        """Return the sequences as a list. This synchronizes with the device."""
         return list(torch.split(self.values[: int(self.lengths.sum())], self.lengths.tolist()))
 
 
 def pack(sequences: Sequence[Any], *, multiple: int = MULTIPLE, longest: int | None = None, fill: float = 0) -> Packed:
-    """Tensors [length, ...], arrays or lists of numbers as one row, filled up with ``fill`` to a multiple of
-    ``multiple`` tokens."""
+    """Concatenate tensors [length, ...], arrays or lists of numbers into one row, and pad it with ``fill``.
+
+    multiple: the row is padded to a multiple of this many tokens; default 128
+    longest:  upper bound of the tokens of a sequence; default: the longest one, rounded up to a multiple of 64
+    """
     parts = [torch.as_tensor(sequence) for sequence in sequences]
     return pack_concatenated(
         torch.cat(parts), [len(part) for part in parts], multiple=multiple, longest=longest, fill=fill
@@ -95,7 +98,7 @@ def pack(sequences: Sequence[Any], *, multiple: int = MULTIPLE, longest: int | N
 def pack_concatenated(
     values: Tensor, lengths: Sequence[int], *, multiple: int = MULTIPLE, longest: int | None = None, fill: float = 0
 ) -> Packed:
-    """As ``pack``, of sequences that lie one after another already: ``values`` [sum of lengths, ...]."""
+    """Pack sequences that are concatenated already, ``values`` [sum of lengths, ...]; otherwise like ``pack``."""
     bounds = bounds_of(lengths, multiple=multiple, longest=longest)
     whole = _filled(len(values), multiple)
     values = torch.cat([values, values.new_full((whole - len(values), *values.shape[1:]), fill)])
@@ -103,8 +106,11 @@ def pack_concatenated(
 
 
 def bounds_of(lengths: Sequence[int], *, multiple: int = MULTIPLE, longest: int | None = None) -> Bounds:
-    """Of sequences in a row that is filled up to ``multiple``. As many bounds for any lengths that are alike in number:
-    the filling is as many sequences as it may need."""
+    """Return the bounds of sequences in a row that is padded to a multiple of ``multiple`` tokens.
+
+    The number of bounds does not depend on the lengths themselves: the padding always counts as the largest number of
+    sequences that it may need.
+    """
     if multiple < 1:
         raise UsageError(f"multiple={multiple}: a row is filled up to a multiple of 1 or more")
     most = max(lengths, default=0)
@@ -127,10 +133,12 @@ def _filled(tokens: int, multiple: int) -> int:
 
 
 def mean_over_samples(each: Tensor, of: Packed, counted: Tensor | None = None) -> Tensor:
-    """The mean over samples of each sample's mean of ``each`` [t], over the tokens that are ``counted`` [t] (bool; by
-    default all). So a batch's loss is that of the padded batch, and may be cut in any way. A sample without any has 0.
+    """Return the mean over samples of each sample's mean of ``each`` [t].
 
-    Every token is weighed, and nothing but integers is summed sample by sample: the same numbers in every run.
+    counted: tokens to include, [t] bool; default all. A sample without included tokens contributes 0
+
+    The result equals the loss of the padded batch, so the batch may be split in any way. It is the same in every run,
+    because every token is weighted by itself and only integers are summed per sample.
     """
     owners = of.owners()
     counted = (owners < of.samples) if counted is None else counted & (owners < of.samples)

@@ -1,9 +1,9 @@
 """Attention inside each sequence of a packed row.
 
-On a GPU in 16 bits it is flash attention (Dao 2023) in its form for sequences of different length, dropout included:
-torch's own kernel, by the operator that its nested tensors use. ``torch.nn.attention.varlen`` wraps the same kernel
-without dropout. Elsewhere the tokens are laid out in rows for torch's attention, and brought back: the same numbers,
-and only attention pays for padding.
+On a GPU in 16 bits this is flash attention (Dao 2023) for sequences of different lengths, with dropout: torch's own
+kernel, called through the operator that nested tensors use. ``torch.nn.attention.varlen`` wraps the same kernel without
+dropout. In all other cases the tokens are padded into rows for torch's attention and gathered again: the result is the
+same, and only attention pays for the padding.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from torch.overrides import handle_torch_function, has_torch_function
 from echelon.nn.packed import Bounds
 
 FLASH_TYPES = (torch.float16, torch.bfloat16)
-FLASH_WIDTH = 256  #: of a head, at most; and a multiple of 8
+FLASH_WIDTH = 256  #: largest width of a head, which must also be a multiple of 8
 
 
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
-    """[t, heads, width] to the same: each token looks at those of its own sequence (``causal``: at none behind it)."""
+    """Return the attention of each token to the tokens of its own sequence; all tensors are [t, heads, width].
+
+    causal:   a token does not attend to later tokens; default False
+    dropout:  dropout probability; default 0
+    """
     if has_torch_function((q, k, v)):
         mixed: Tensor = handle_torch_function(
             packed_attention, (q, k, v), q, k, v, bounds, causal=causal, dropout=dropout
@@ -44,7 +48,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, causal: bool, dropou
 def _in_rows(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, causal: bool, dropout: float) -> Tensor:
     tokens, rows, longest = q.shape[0], bounds.offsets.shape[0] - 1, bounds.longest
     where = bounds.owners(tokens) * longest + bounds.places(tokens)
-    # a row without tokens looks at a zero: looking at nothing is not a number
+    # a row without tokens attends to one zero, because a softmax over nothing is NaN
     lengths = (bounds.offsets[1:] - bounds.offsets[:-1]).clamp(min=1)
     at = torch.arange(longest, device=q.device)
     seen = (at < lengths[:, None])[:, None, None]

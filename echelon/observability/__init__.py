@@ -1,1 +1,1 @@
-"""What a run reports: metrics, run logs, traces and stall detection."""
+"""Observability of a run: metrics, run logs, traces and stall detection."""

@@ -26,7 +26,7 @@ class ServerSession(Protocol):
 
 
 class EngineView(Protocol):
-    """An engine, as a run log or a trace sees it."""
+    """The attributes of an engine that run logs and traces use."""
 
     world: World
     model: nn.Module
@@ -52,4 +52,4 @@ class EngineView(Protocol):
     def has_own_loop(self) -> bool: ...
 
     def say(self, text: str) -> None:
-        """Log a line on the console and among the run's events."""
+        """Write a line to the console and to the run's events."""

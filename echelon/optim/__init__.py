@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules that torch lacks. They are ordinary torch ones, with or without the engine."""
+"""Optimizers and learning-rate schedules that torch lacks; all are torch classes and also work without the engine."""
 
 from echelon.optim.exclusion import excluded_names
 from echelon.optim.ftrl import FTRL

@@ -1,7 +1,7 @@
-"""Which parameters a pattern means: the one matching rule for everything that leaves parameters out.
+"""Match exclude patterns against parameter names; every option that leaves parameters out uses this rule.
 
-A pattern is part of a parameter's name ("embed"), or a kind of module whose parameters are meant ("batch_norm"), or
-"bias" (also ".b_0", as the biases were called elsewhere).
+A pattern is part of a parameter's name ("embed"), or a kind of module, which matches all parameters of such modules
+("batch_norm"), or "bias" (also ".b_0", the name of biases in PaddlePaddle).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 
-# By class, and by the class's name for the many layer norms that models define themselves.
+# Classes are matched by name, because many models define their own layer norms.
 KINDS = {
     "batch_norm": "BatchNorm",
     "layer_norm": "LayerNorm",
@@ -24,7 +24,7 @@ BIASES = ("bias", ".b_0")
 
 
 def excluded_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of the model's parameters that any of the ``patterns`` matches, in the model's order."""
+    """Return the names of the parameters that match any of the ``patterns``, in the order of the model."""
     if isinstance(patterns, str):
         raise UsageError(f"exclude takes a list of patterns, got {patterns!r}; write [{patterns!r}]")
     matched: set[str] = set()
@@ -37,7 +37,7 @@ def excluded_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _matches(model: nn.Module, pattern: str) -> Iterator[str]:
-    """First names of the parameters meant; a tied parameter is meant by any of its names."""
+    """Yield the first name of each matching parameter; a tied parameter matches by any of its names."""
     if not isinstance(pattern, str) or not pattern:
         raise UsageError(f"exclude takes patterns that are part of a name, got {pattern!r}")
     first = {parameter: name for name, parameter in model.named_parameters()}
@@ -64,5 +64,5 @@ def _suggestion(model: nn.Module, pattern: str) -> str:
 
 
 def _parts(names: Iterable[str]) -> list[str]:
-    """The words that names are made of: ``layers``, ``norm1``, ``weight``."""
+    """Return the parts that names consist of: ``layers``, ``norm1``, ``weight``."""
     return [part for name in names for part in name.split(".") if not part.isdigit()]

@@ -1,4 +1,4 @@
-"""What our optimizers share: a step over whole lists of parameters, checked settings, state that survives a load."""
+"""Base class of echelon's optimizers: foreach steps, validated settings, and fp32 state that survives loading."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Bound:
-    """What a setting must satisfy, as a test and in words."""
+    """A condition on a setting: a test, and its description for error messages."""
 
     holds: Callable[[float], bool]
     words: str
 
     def check(self, owner: str, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
-            return  # a learning rate kept on the device: looking at it would wait for the device
+            return  # a learning rate on the device: reading it would synchronize with the device
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or not self.holds(value):
             raise UsageError(f"{owner}({name}={value!r}): expected {self.words}")
@@ -39,7 +39,7 @@ FRACTION = Bound(lambda value: 0 <= value < 1, "a number from 0 up to, not inclu
 
 @dataclass
 class Bundle:
-    """Parameters of one group that one call can treat alike: of one device, one dtype and one age."""
+    """Parameters of one group that one foreach call can update: they share device, dtype and step count."""
 
     group: dict[str, Any]
     params: list[Tensor]
@@ -50,7 +50,7 @@ class Bundle:
         return [state[key] for state in self.states]
 
     def picked(self, wanted: list[bool]) -> Bundle:
-        """The part of it where ``wanted``."""
+        """Return the bundle of those parameters whose entry in ``wanted`` is True."""
 
         def pick(items: list[Any]) -> list[Any]:
             return [item for item, want in zip(items, wanted, strict=True) if want]
@@ -59,10 +59,10 @@ class Bundle:
 
 
 class ForeachOptimizer(SharingOptimizer):
-    """A torch optimizer whose step takes bundles of parameters instead of one after the other.
+    """A torch optimizer whose step updates bundles of parameters instead of one parameter at a time.
 
-    16-bit parameters have their state, and their arithmetic, in fp32: momentum in bfloat16 loses every contribution
-    smaller than 1/256 of it.
+    State and arithmetic of 16-bit parameters are fp32, because momentum in bfloat16 loses every contribution smaller
+    than 1/256 of its value.
     """
 
     bounds: ClassVar[dict[str, Bound]] = {}
@@ -87,7 +87,7 @@ class ForeachOptimizer(SharingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update. ``closure``, where given, computes the loss and its gradients first; its loss is returned."""
+        """Update the parameters once; if ``closure`` is given, call it first and return the loss it computes."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -98,7 +98,7 @@ class ForeachOptimizer(SharingOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that fp32 state of 16-bit parameters stays fp32."""
+        """Load the state as torch does, except that fp32 state of 16-bit parameters stays fp32."""
         super().load_state_dict(state_dict)
         self._restore_precision(state_dict)
 
@@ -119,8 +119,8 @@ class ForeachOptimizer(SharingOptimizer):
                     bound.check(type(self).__name__, name, value)
 
     def _bundles(self, group: dict[str, Any]) -> Iterator[Bundle]:
-        # Runs for every parameter at every step, and on a GPU the device waits for it: hence the local names, and keys
-        # that are compared with the last one before they are hashed.
+        # This loop runs for every parameter in every step, and a GPU waits for it. Therefore it uses local names, and
+        # compares a key with the last one before hashing it.
         found: dict[Any, Bundle] = {}
         last: Any = None
         states, dense = self.state, torch.strided
@@ -156,7 +156,7 @@ class ForeachOptimizer(SharingOptimizer):
         )
 
     def _begin(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter before its first step."""
+        """Return the state of a parameter before its first step."""
         raise NotImplementedError
 
     def _update(self, bundle: Bundle) -> None:
@@ -164,13 +164,13 @@ class ForeachOptimizer(SharingOptimizer):
 
 
 def zeros_for(param: Tensor) -> Tensor:
-    """Zeros for a parameter's state: its shape and memory layout, in fp32 at least."""
+    """Return zeros with the shape and memory layout of a parameter, in fp32 if the parameter is 16-bit."""
     dtype = torch.float32 if param.dtype in HALVES else param.dtype
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def as_fp32(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors themselves, or fp32 copies of 16-bit ones."""
+    """Return the tensors themselves, or fp32 copies if they are 16-bit."""
     if tensors[0].dtype not in HALVES:
         return tensors
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
@@ -179,6 +179,6 @@ def as_fp32(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def write_back(params: list[Tensor], values: list[Tensor]) -> None:
-    """The end of what ``as_fp32`` began."""
+    """Copy the updated values into the parameters, if ``as_fp32`` made copies."""
     if values is not params:
         torch._foreach_copy_(params, values)

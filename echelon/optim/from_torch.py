@@ -1,4 +1,4 @@
-"""LARS from the SGD, LAMB from the Adam that a user built, sharing its parameter groups."""
+"""Build LARS from the user's SGD, and LAMB from the user's Adam, with shared parameter groups."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from echelon.optim.layerwise import LayerwiseOptimizer
 from echelon.optim.shared_groups import share_groups
 
 Ours = TypeVar("Ours", bound=LayerwiseOptimizer)
-# What changes the rule of the update, and has no counterpart in ours.
+# Options that change the update rule and that LARS and LAMB lack.
 UNSUPPORTED = ("nesterov", "dampening", "maximize", "amsgrad", "differentiable", "capturable")
 
 
 def lars_from(
     optimizer: Optimizer, *, coeff: float, weight_decay: float, eps: float, exclude: Iterable[Tensor] = ()
 ) -> LARS:
-    """LARS with the learning rates and momentum of an SGD; ``weight_decay`` replaces the SGD's own.
+    """Return a LARS with the learning rates and momentum of an SGD; ``weight_decay`` replaces that of the SGD.
 
-    Of ``exclude``, what belongs to another optimizer is passed over.
+    Parameters in ``exclude`` that belong to another optimizer are ignored.
     """
     require_plain("LARS", optimizer, (SGD,))
     values = {"coeff": coeff, "weight_decay": weight_decay, "eps": eps}
@@ -34,9 +34,9 @@ def lars_from(
 
 
 def lamb_from(optimizer: Optimizer, *, weight_decay: float, eps: float, exclude: Iterable[Tensor] = ()) -> LAMB:
-    """LAMB with the learning rates and betas of an Adam or AdamW; ``weight_decay`` and ``eps`` replace its own.
+    """Return a LAMB with the learning rates and betas of an Adam; ``weight_decay`` and ``eps`` replace the Adam's.
 
-    Of ``exclude``, what belongs to another optimizer is passed over.
+    The given optimizer is an Adam or AdamW. Parameters in ``exclude`` that belong to another optimizer are ignored.
     """
     require_plain("LAMB", optimizer, (Adam, AdamW))
     values = {"weight_decay": weight_decay, "eps": eps}
@@ -46,8 +46,8 @@ def lamb_from(optimizer: Optimizer, *, weight_decay: float, eps: float, exclude:
 
 
 def require_plain(wanted: str, optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> None:
-    """Refuse what a step of ours in its place would not do."""
-    # Exactly these classes: a subclass has a step of its own, which would never be called.
+    """Raise UsageError if the optimizer uses a feature that its replacement lacks, or has already taken steps."""
+    # Subclasses are refused: a subclass may define its own step, which would never be called.
     if type(optimizer) not in kinds:
         names = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
         raise UsageError(f"{wanted} is built on {names}, and the optimizer is a {type(optimizer).__name__}")
@@ -66,7 +66,7 @@ def require_plain(wanted: str, optimizer: Optimizer, kinds: tuple[type[Optimizer
 
 
 def _copies(optimizer: Optimizer, values: dict[str, float]) -> list[dict[str, Any]]:
-    """Groups as ours, to be checked before anything of the given optimizer is touched."""
+    """Return copies of the groups with ``values``, so that they are checked before the given optimizer is changed."""
     return [{**group, **values} for group in optimizer.param_groups]
 
 

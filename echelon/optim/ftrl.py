@@ -1,4 +1,4 @@
-"""FTRL-proximal: online learning with sparse weights (McMahan et al. 2013, "Ad click prediction")."""
+"""The FTRL-proximal optimizer: online learning with sparse weights (McMahan et al. 2013, "Ad click prediction")."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ NOT_POSITIVE = Bound(lambda value: value <= 0, "a number of 0 or less")
 
 
 class FTRL(ForeachOptimizer):
-    """n_new = n + g^2;  sigma = (n_new^-lr_power - n^-lr_power) / lr;  z += g - sigma * w
+    """FTRL-proximal with the update rule
+
+    n_new = n + g^2;  sigma = (n_new^-lr_power - n^-lr_power) / lr;  z += g - sigma * w
 
     w = 0 where |z| <= l1, else -(z - sign(z) * l1) / (n_new^-lr_power / lr + 2 * l2)
 
-    n starts at ``initial_accumulator`` and z at 0. Weights follow from n and z alone: what they were before the first
-    step counts only through sigma, and a weight whose gradient is 0 in the first step becomes 0.
+    n starts at ``initial_accumulator`` and z at 0. The weights are computed from n and z alone: initial weights enter
+    only through sigma, and a weight whose gradient is 0 in the first step becomes 0.
     """
 
     bounds: ClassVar[dict[str, Bound]] = {
@@ -76,7 +78,7 @@ def _power(tensors: list[Tensor], exponent: float) -> list[Tensor]:
 
 
 def _beyond(linear: list[Tensor], l1: float) -> list[Tensor]:
-    """-(z - sign(z) * l1), and exactly 0 where |z| <= l1: what a clamp to [-l1, l1] leaves over."""
+    """Return clamp(z, -l1, l1) - z, which is -(z - sign(z) * l1), and exactly 0 where |z| <= l1."""
     clamped = list(torch._foreach_clamp_min(linear, -l1))
     torch._foreach_clamp_max_(clamped, l1)
     torch._foreach_sub_(clamped, linear)

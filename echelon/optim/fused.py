@@ -1,4 +1,4 @@
-"""The host's side of the one-kernel steps: where they can run, the table of parameters, and the list of work."""
+"""Host side of the fused LARS and LAMB kernels: availability checks, the tensor table and the list of work items."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from echelon.optim.foreach import Bundle
 
 @dataclass(frozen=True)
 class FusedLaunchConfig:
-    """How the work is cut. Measured on an H200 with BERT-large's parameters: see benchmarks/optimizers.py.
+    """Launch parameters of a kernel, tuned on an H200 with BERT-large's parameters (benchmarks/optimizers.py).
 
-    chunk:    elements that are claimed at once
-    block:    of these, how many are in flight at once
-    warps:    of 32 threads, for each program
-    programs: for each multiprocessor
-    lag:      chunks that lie between the measuring of a parameter and its applying, so that nobody waits
-    burst:    chunks applied for each one measured; more, and more of them are still in the cache
+    chunk:    elements of one work item
+    block:    elements that a program processes at once
+    warps:    warps of 32 threads per program
+    programs: programs per multiprocessor
+    lag:      chunks between measuring and applying a parameter, so that no program waits for a trust ratio
+    burst:    chunks applied per chunk measured; with a larger value more of them are still in the cache
     """
 
     chunk: int = 8192
@@ -37,8 +37,8 @@ class FusedLaunchConfig:
 
 LARS_SHAPE = FusedLaunchConfig()
 LAMB_SHAPE = FusedLaunchConfig(chunk=4096, programs=8, burst=16.0)
-ALIGNMENT = 16  # bytes that one thread moves at once
-HEADER = 32  # the ticket's own cache line, as in kernels.py
+ALIGNMENT = 16  # bytes per vectorized load or store of one thread
+HEADER = 32  # the work counter has a cache line to itself; must equal ARRIVED in kernels.py
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def has_triton() -> bool:
 
 
 def why_not(bundle: Bundle) -> str | None:
-    """What keeps this bundle from the one-kernel step, or None."""
+    """Return the reason why the fused kernel cannot update this bundle, or None."""
     params = bundle.params
     if not params[0].is_cuda:
         return f"its parameters are on {params[0].device.type}, not on cuda"
@@ -64,7 +64,10 @@ def why_not(bundle: Bundle) -> str | None:
 
 
 def scattered(params: list[Tensor], state: list[Tensor]) -> str | None:
-    """Which parameter has gaps or overlaps in memory: new tensors made like it do not get its strides."""
+    """Return a message about a parameter with gaps or overlaps in memory, or None.
+
+    A state tensor created with ``zeros_like`` does not get the strides of such a parameter.
+    """
     for param, like in zip(params, state, strict=True):
         if like.stride() != param.stride():
             return f"a parameter of shape {tuple(param.shape)} does not lie dense in memory"
@@ -72,11 +75,11 @@ def scattered(params: list[Tensor], state: list[Tensor]) -> str | None:
 
 
 def order_of_work(chunks: list[int], lag: int, burst: float) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Rows (2 * tensor + phase, chunk) in the order in which they are claimed.
+    """Return rows (2 * tensor + phase, chunk) in the order in which programs take them.
 
-    Measuring (phase 0) goes through all chunks in order. A tensor's applying (phase 1) begins ``lag`` chunks after its
-    measuring ended, from its last chunk back to its first: the last were touched most lately, so however little of the
-    tensor the cache holds, that part is used.
+    Phase 0 (measure) goes through all chunks in order. Phase 1 (apply) of a tensor begins ``lag`` chunks after the end
+    of its phase 0, and goes from its last chunk to its first: the last chunks were read most recently, so the part of
+    the tensor that the cache still holds is used.
     """
     counts = np.asarray(chunks)
     tensor = np.repeat(np.arange(len(counts)), counts)
@@ -90,7 +93,7 @@ def order_of_work(chunks: list[int], lag: int, burst: float) -> np.ndarray[Any, 
 
 
 class FusedTensorTable:
-    """Addresses and sizes of a bundle's tensors on the device, with the list of work and room for the norms."""
+    """Addresses and sizes of a bundle's tensors on the device, the list of work items, and buffers for the norms."""
 
     def __init__(
         self, params: list[Tensor], states: list[list[Tensor]], adaptive: list[bool], shape: FusedLaunchConfig
@@ -120,7 +123,7 @@ class FusedTensorTable:
         self.wide, self.wide_grad = all(map(_aligned, (self.addresses, *held))), False
 
     def describes(self, params: list[Tensor], states: list[list[Tensor]], adaptive: list[bool]) -> bool:
-        """Whether it was made of these very tensors, and they have not been moved."""
+        """Return True if the table was built from these tensor objects and the parameters have not moved."""
         return (
             len(params) == len(self.params)
             and adaptive == self.adaptive
@@ -130,7 +133,7 @@ class FusedTensorTable:
         )
 
     def point_to(self, grads: list[Tensor]) -> None:
-        """Write down where the gradients lie; they may be new ones each step."""
+        """Update the gradient addresses in the table; gradients may be new tensors in each step."""
         addresses = _addresses(grads)
         if addresses != self.grad_addresses:
             self.grad_addresses = addresses
@@ -140,7 +143,7 @@ class FusedTensorTable:
 
 
 class FusedKernels:
-    """The steps of one optimizer, with the tables they need. A step returns what kept it from running, or None."""
+    """Fused steps of one optimizer and their tensor tables. A step returns the reason why it cannot run, or None."""
 
     def __init__(self) -> None:
         self._tables: dict[Any, FusedTensorTable] = {}
@@ -162,7 +165,7 @@ class FusedKernels:
         from echelon.optim import kernels
 
         group, betas = bundle.group, bundle.group["betas"]
-        rests = [1 - beta for beta in betas]  # here, in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit
+        rests = [1 - beta for beta in betas]  # computed here in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit
         settings = [group["lr"], *betas, *rests, group["eps"], group["weight_decay"], *(1 / c for c in corrections)]
         return self._run(kernels.lamb, bundle, adaptive, ["exp_avg", "exp_avg_sq"], settings, shape)
 

@@ -1,4 +1,4 @@
-"""Sixteen bits: what a device can compute in, and the loss scale that keeps small fp16 gradients from vanishing."""
+"""Mixed precision: check the device's support for a 16-bit type, and scale the loss so that fp16 gradients survive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from echelon.strategy import Amp
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: So many overflows in a row, with a scale that cannot fall any further, mean that the loss itself has gone.
+#: Number of consecutive overflows at the lowest scale after which the loss itself is considered to have diverged.
 HOPELESS = 50
 
 
 def check_precision(amp: Amp | None, device: torch.device) -> None:
-    """Refuse a type that the device would only imitate."""
+    """Raise UsageError if the device has no native arithmetic for the type of ``amp``."""
     if amp is None:
         return
     if amp.dtype == "fp16" and device.type == "cpu" and not _cpu_computes_fp16():
@@ -31,7 +31,10 @@ def check_precision(amp: Amp | None, device: torch.device) -> None:
 
 @functools.cache
 def _cpu_computes_fp16() -> bool:
-    """Without these instructions a product of half floats takes some 60 times as long as one of bf16."""
+    """Return True if the CPU has fp16 instructions.
+
+    Without them an fp16 matrix product takes about 60 times as long as one in bf16.
+    """
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split()
     except OSError:
@@ -40,7 +43,7 @@ def _cpu_computes_fp16() -> bool:
 
 
 class LossScaler:
-    """The loss scale: what the loss is multiplied by before backward, and gradients divided by afterwards."""
+    """The loss scale: the loss is multiplied by it before backward, and the gradients are divided by it afterwards."""
 
     def __init__(self, amp: Amp | None) -> None:
         asked = amp.scaling if amp else None
@@ -53,9 +56,9 @@ class LossScaler:
         self._overflowed = 0
 
     def unscale(self, gradients: list[Tensor], boost: float = 1.0) -> bool:
-        """Divide by the scale (times ``boost``), in place; whether every entry is finite.
+        """Divide the gradients by the scale times ``boost``, in place, and return True if every entry is finite.
 
-        On a GPU this waits for the device.
+        On a GPU this call synchronizes with the device.
         """
         if not gradients:
             return True
@@ -70,7 +73,7 @@ class LossScaler:
         return not float(found)
 
     def update(self, finite: bool) -> str | None:
-        """Note how a step went; a line to say when the scale changed."""
+        """Update the scale after a step; return a line to log if the scale changed, else None."""
         before = self.scale
         self._finite = self._finite + 1 if finite else 0
         self._overflowed = 0 if finite else self._overflowed + 1

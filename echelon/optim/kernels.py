@@ -1,23 +1,23 @@
 # mypy: ignore-errors
-"""LARS and LAMB steps as one kernel each, over all parameters of a table.
+"""Triton kernels for LARS and LAMB: one kernel updates all parameters of a table.
 
-A trust ratio needs the norms of a whole parameter before any of it can change, so every parameter is gone over twice:
-first it is *measured* (LAMB updates its moments there), then *applied*. The second pass comes soon after the first,
-from the end backwards, and finds most of what it reads in the L2 cache; that is what makes a step cost little more than
-one without trust ratios.
+A trust ratio needs the norms of a whole parameter before any of its entries changes, so the kernel passes over every
+parameter twice: the first pass *measures* the norms (and updates the moments of LAMB), the second one *applies* the
+update. The second pass follows soon after the first and goes from the end backwards, so most of its reads hit the L2
+cache. Therefore a step costs little more than a step without trust ratios.
 
-Programs draw chunks of work from one list, in order, by a ticket. A chunk to apply waits until its parameter is
-measured. That cannot lock up, however many programs the device runs at once: a ticket is drawn only by a program that
-runs, and what a chunk waits for has an earlier ticket. Partial norms are added in the order of the chunks, not in that
-of arrival: the same bits on every run.
+Programs take chunks from one list of work, in order, with an atomic counter (the ticket). A chunk of the second pass
+waits until its parameter is measured. This cannot deadlock, whatever the number of resident programs: only a running
+program takes a ticket, and a chunk waits only for chunks with earlier tickets. Partial norms are added in the order of
+chunks, not of arrival, so the result is bitwise reproducible.
 
-The functions are Triton's language rather than Python's, so no types are checked here.
+The functions are written in Triton's language rather than in Python, so types are not checked here.
 """
 
 import triton
 import triton.language as tl
 
-# Rows of the table, one column a parameter.
+# Rows of the table, which has one column per parameter.
 PARAM: tl.constexpr = tl.constexpr(0)
 GRAD: tl.constexpr = tl.constexpr(1)
 FIRST_STATE: tl.constexpr = tl.constexpr(2)
@@ -27,8 +27,8 @@ FIRST_CHUNK: tl.constexpr = tl.constexpr(5)
 CHUNKS: tl.constexpr = tl.constexpr(6)
 ADAPTIVE: tl.constexpr = tl.constexpr(7)
 
-# The counters: the ticket in a cache line of its own, then for each parameter how many of its chunks were measured,
-# then for each whether its ratio is known.
+# Layout of the counters: the ticket in a separate cache line, then for each parameter the number of its measured
+# chunks, then for each parameter a flag that is 1 when its trust ratio is known.
 ARRIVED: tl.constexpr = tl.constexpr(32)
 
 
@@ -47,7 +47,7 @@ def _chunk_of(table, row, tensor, tensors, start):
 def _places(base, at, WIDE: tl.constexpr):
     places = base + at
     if WIDE:
-        places = tl.multiple_of(places, 16)  # bytes: makes four-word loads and stores
+        places = tl.multiple_of(places, 16)  # alignment in bytes: gives four-word loads and stores
     return places
 
 
@@ -71,16 +71,16 @@ def _write(base, at, value, left, WHOLE: tl.constexpr, WIDE: tl.constexpr, KEEP:
 
 @triton.jit
 def _report(counters, sums, tensor, tensors, chunks, first, mine, weight, update, at):
-    """Leave a chunk's squares; true for the program that was the last to do so for this parameter."""
+    """Store the sums of squares of a chunk; return True for the last chunk of this parameter."""
     tl.store(sums + first + at, weight)
     tl.store(sums + chunks + first + at, update)
-    tl.debug_barrier()  # every thread's stores come before the arrival
+    tl.debug_barrier()  # the stores of all threads must precede the atomic add
     return tl.atomic_add(counters + ARRIVED + tensor, 1) == mine - 1
 
 
 @triton.jit
 def _settle(counters, sums, tensor, tensors, chunks, first, mine, adaptive, coeff, decay, eps):
-    """The trust ratio of a parameter, from all its chunks' squares in their order."""
+    """Compute and publish the trust ratio of a parameter; the squares of its chunks are added in a fixed order."""
     weight = tl.zeros([256], tl.float32)
     update = tl.zeros([256], tl.float32)
     for start in range(0, mine, 256):
@@ -172,7 +172,7 @@ def lars(
 
 @triton.jit
 def _lamb_update(value, mean, square, eps, decay, scale1, scale2):
-    """m_hat / (sqrt(v_hat) + eps) + decay * w; the scales are 1 / (1 - beta^t)."""
+    """Return m_hat / (sqrt(v_hat) + eps) + decay * w; the scales are 1 / (1 - beta^t)."""
     return (mean * scale1) / (tl.sqrt(square * scale2) + eps) + decay * value
 
 
@@ -195,7 +195,7 @@ def _lamb_measure(
         _write(v, at, square, left, WHOLE, WIDE, "evict_last")
         update = _lamb_update(value, mean, square, eps, decay, scale1, scale2)
         if not WHOLE:
-            update = tl.where(at < left, update, 0.0)  # 0/0 where eps is 0
+            update = tl.where(at < left, update, 0.0)  # beyond the end it is 0/0 if eps is 0
         weight += value * value
         length += update * update
     return tl.sum(weight), tl.sum(length)

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a learning rate for each parameter (You et al. 2019, arXiv:1904.00962)."""
+"""The LAMB optimizer: Adam with a learning rate for each parameter (You et al. 2019, arXiv:1904.00962)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 
 class LAMB(LayerwiseOptimizer):
-    """r = m_hat / (sqrt(v_hat) + eps) + weight_decay * w, with Adam's bias-corrected moments
+    """LAMB with the update rule, on Adam's bias-corrected moments,
+
+    r = m_hat / (sqrt(v_hat) + eps) + weight_decay * w
 
     w -= lr * (|w| / |r|, or 1 where either is 0) * r
 
-    ``exclude``: parameters with no weight decay and the plain ``lr``. ``fused``: True insists on the one-kernel step,
-    False refuses it, None takes it where it can run (CUDA, fp32).
+    exclude: parameters without weight decay and trust ratio
+    fused:   True requires the fused kernel, False disables it, None uses it where it can run (CUDA, fp32)
     """
 
     bounds: ClassVar[dict[str, Bound]] = {
@@ -74,14 +76,14 @@ class LAMB(LayerwiseOptimizer):
         write_back(bundle.params, weights)
 
     def _updates(self, bundle: Bundle, weights: list[Tensor], grads: list[Tensor], decay: float) -> list[Tensor]:
-        """m_hat / (sqrt(v_hat) + eps) + decay * w, after the moments took in the gradients."""
+        """Update the moments and return m_hat / (sqrt(v_hat) + eps) + decay * w."""
         mean, square = bundle.state("exp_avg"), bundle.state("exp_avg_sq")
         beta1, beta2 = bundle.group["betas"]
         torch._foreach_lerp_(mean, grads, 1 - beta1)
         torch._foreach_mul_(square, beta2)
         torch._foreach_addcmul_(square, grads, grads, 1 - beta2)
         correction1, correction2 = self.corrections(bundle)
-        root = math.sqrt(correction2)  # drawn out of the fraction: fewer passes over memory
+        root = math.sqrt(correction2)  # factored out of the fraction: fewer passes over memory
         scale = list(torch._foreach_sqrt(square))
         torch._foreach_add_(scale, bundle.group["eps"] * root)
         updates = list(torch._foreach_mul(weights, decay))
@@ -93,7 +95,7 @@ class LAMB(LayerwiseOptimizer):
 
     @staticmethod
     def corrections(bundle: Bundle) -> tuple[float, float]:
-        """1 - beta^t for both moments: how much of them has come in yet."""
+        """Return Adam's bias corrections 1 - beta^t of both moments."""
         beta1, beta2 = bundle.group["betas"]
         step = bundle.states[0]["step"]
         return 1 - beta1**step, 1 - beta2**step

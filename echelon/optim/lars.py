@@ -1,4 +1,4 @@
-"""LARS: momentum SGD with a learning rate for each parameter (You, Gitman, Ginsburg 2017, arXiv:1708.03888)."""
+"""The LARS optimizer: momentum SGD with a learning rate for each parameter (You et al. 2017, arXiv:1708.03888)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 
 class LARS(LayerwiseOptimizer):
-    """local_lr = lr * coeff * |w| / (|g| + weight_decay * |w| + eps), or lr where |w| or |g| is 0
+    """LARS with the update rule
+
+    local_lr = lr * coeff * |w| / (|g| + weight_decay * |w| + eps), or lr where |w| or |g| is 0
 
     v = momentum * v + local_lr * (g + weight_decay * w);  w -= v
 
-    ``exclude``: parameters with no weight decay and the plain ``lr``. ``fused``: True insists on the one-kernel step,
-    False refuses it, None takes it where it can run (CUDA, fp32).
+    exclude: parameters without weight decay and trust ratio
+    fused:   True requires the fused kernel, False disables it, None uses it where it can run (CUDA, fp32)
     """
 
     bounds: ClassVar[dict[str, Bound]] = {

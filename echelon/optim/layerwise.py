@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: a rate for each parameter from the norms of the whole of it, and parameters left out."""
+"""Base class of LARS and LAMB: trust ratios from the norms of whole parameters, and excluded parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ SumSquares = Callable[[list[Tensor], Tensor], Tensor]
 
 
 class LayerwiseOptimizer(ForeachOptimizer):
-    """``exclude`` names tensors that get no weight decay and the plain learning rate.
+    """An optimizer that scales the learning rate of each parameter by a trust ratio.
 
-    ``sum_squares`` is for parameters that are shards of larger ones: norms are those of whole parameters, so whoever
-    splits one puts the sum over its shards here.
+    exclude:     parameters without weight decay and trust ratio
+    fused:       True requires the fused kernel, False disables it, None uses it where it can run
+    sum_squares: function that sums squared norms over the shards of each parameter. The engine sets it if it shards
+                 parameters, because a trust ratio needs the norms of whole parameters.
     """
 
     sum_squares: SumSquares | None = None
@@ -38,7 +40,7 @@ class LayerwiseOptimizer(ForeachOptimizer):
         self._fast: FusedKernels | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps only what it knows of; the tables of the fused step are made anew.
+        # torch's __getstate__ keeps only its own attributes. The tables of the fused kernel are rebuilt on demand.
         kept: dict[str, Any] = super().__getstate__()
         return kept | {
             "_excluded": self._excluded,
@@ -48,7 +50,7 @@ class LayerwiseOptimizer(ForeachOptimizer):
         }
 
     def excludes(self, parameter: Tensor) -> bool:
-        """Whether this one gets neither weight decay nor a rate of its own."""
+        """Return True if the parameter gets neither weight decay nor a trust ratio."""
         return parameter in self._excluded
 
     def _known(self, exclude: Iterable[Tensor]) -> set[Tensor]:
@@ -77,9 +79,9 @@ class LayerwiseOptimizer(ForeachOptimizer):
                 self._foreach_update(piece, kind)
 
     def _pieces(self, bundle: Bundle) -> Iterator[Bundle]:
-        """On a CPU, bundles small enough that what one operation leaves in the cache the next one finds there.
+        """Yield parts of the bundle; on a CPU they are small enough to stay in the cache between operations.
 
-        Shards are not cut: their sums go over ranks, which must all ask for the same ones.
+        A bundle of shards is not cut, because its norms are all-reduced and all ranks must issue the same collectives.
         """
         if bundle.params and (bundle.params[0].device.type != "cpu" or self.sum_squares):
             yield bundle
@@ -96,9 +98,12 @@ class LayerwiseOptimizer(ForeachOptimizer):
             yield piece
 
     def _fused_update(self, bundle: Bundle, adaptive: list[bool]) -> bool:
-        """Do it in one kernel where that is possible; say whether it was."""
+        """Update the bundle with the fused kernel if that can run; return True if it did.
+
+        Raises UsageError if ``fused=True`` was given and the kernel cannot run.
+        """
         if self._fused is None and not bundle.params[0].is_cuda:
-            return False  # the common case on a CPU, told apart for nothing
+            return False  # the common case on a CPU: skips the import and the checks
         from echelon.optim.fused import FusedKernels, why_not
 
         reason = "its parameters are shards" if self.sum_squares else why_not(bundle)
@@ -110,14 +115,14 @@ class LayerwiseOptimizer(ForeachOptimizer):
         return reason is None
 
     def _launch(self, fast: FusedKernels, bundle: Bundle, adaptive: list[bool]) -> str | None:
-        """Run the one-kernel step, or say what keeps it from running."""
+        """Launch the fused kernel and return None, or return the reason why it cannot run."""
         raise NotImplementedError
 
     def _foreach_update(self, bundle: Bundle, adaptive: bool) -> None:
         raise NotImplementedError
 
     def _norms(self, params: list[Tensor], weights: list[Tensor], updates: list[Tensor]) -> Iterator[Tensor]:
-        """|w| and |update| of every parameter, as two vectors. They stay on the device."""
+        """Return |w| and |update| of every parameter as two vectors, which stay on the device."""
         both = torch.stack([torch.stack(list(torch._foreach_norm(tensors))) for tensors in (weights, updates)])
         if self.sum_squares is not None:
             both = self.sum_squares(params, both.square()).sqrt()
@@ -125,5 +130,5 @@ class LayerwiseOptimizer(ForeachOptimizer):
 
 
 def add_scaled(targets: list[Tensor], tensors: list[Tensor], factors: Tensor) -> None:
-    """Add the i-th factor times the i-th tensor to the i-th target, without asking the device for the factors."""
+    """Add the i-th factor times the i-th tensor to the i-th target, without copying the factors to the host."""
     torch._foreach_addcmul_(targets, tensors, list(factors.unbind()))

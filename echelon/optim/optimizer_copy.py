@@ -1,4 +1,4 @@
-"""A twin of an optimizer: the same class and settings, other parameters, to find out what its step does."""
+"""Copy an optimizer: same class and settings, other parameters, so that the effect of its step can be tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-#: Ways to step that want a device.
+#: Options that select the plain for-loop implementation, which runs on any device.
 PLAIN: dict[str, Any] = {"foreach": False, "fused": None, "capturable": False}
 
 
@@ -20,14 +20,14 @@ def copy_optimizer(
 ) -> torch.optim.Optimizer:
     """Return an optimizer with the same settings for ``groups``, without state and hooks.
 
-    ``twins`` collects it, and those of the optimizers that it holds (SAM, Lookahead), by the original's id.
+    twins: the copies by the id of the original; also those of optimizers inside the optimizer (SAM, Lookahead)
     """
     twins = {} if twins is None else twins
     if id(optimizer) in twins:
         return twins[id(optimizer)]
     twin = twins[id(optimizer)] = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        # A scheduler puts a `step` on the instance that steps the original: the twin has its class's.
+        # A scheduler sets a `step` on the instance that steps the original. The copy uses the method of its class.
         if not (callable(value) and callable(getattr(type(optimizer), name, None))):
             inner = isinstance(value, torch.optim.Optimizer)
             twin.__dict__[name] = copy_optimizer(value, groups, twins) if inner else _own(value)
@@ -39,7 +39,7 @@ def copy_optimizer(
 
 
 def _fill_adagrad(twin: torch.optim.Adagrad) -> None:
-    """Make the state that Adagrad's constructor makes, and its step expects in torch before 2.13."""
+    """Create the state that Adagrad's constructor creates and that its step expects in torch before 2.13."""
     for group in twin.param_groups:
         for p in group["params"]:
             total = torch.full_like(p, group["initial_accumulator_value"], requires_grad=False)
@@ -47,5 +47,5 @@ def _fill_adagrad(twin: torch.optim.Adagrad) -> None:
 
 
 def _own(value: Any) -> Any:
-    """A container of the twin's own: what it puts there must not reach the original."""
+    """Return a shallow copy of a container, so that the copied optimizer does not modify the original's."""
     return copy.copy(value) if isinstance(value, dict | list | set) else value

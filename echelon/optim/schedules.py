@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a decay, times a warm-up. The names are those of the parameter table users know."""
+"""Learning-rate schedules: a decay times a warm-up, with the option names of the zoo's parameter table."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.base.errors import UsageError, nearest
 
-#: scheme: (the part of all steps after which halving starts, how many times)
+#: scheme: (fraction of all steps after which halving starts, number of halvings)
 LUONG = {"luong234": (2 / 3, 4), "luong5": (1 / 2, 5), "luong10": (1 / 2, 10)}
 DECAYS = ("fixed", "exponential", "polynomial", *LUONG)
 POSITION = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 class Schedule(LRScheduler):
-    """``lr = warm-up(step) * decay(step)``, for each parameter group from its own learning rate. Step it once a step.
+    """The schedule ``lr = base_lr * decay(step) * warmup(step)`` of each parameter group; call ``step()`` once a step.
 
-    decay:        "fixed"        the learning rate as it is
-                  "exponential"  times ``decay_factor`` after every ``decay_steps``
-                  "polynomial"   a straight line to ``end_lr`` over ``decay_steps``, by default ``total_steps``
-                  "luong234"     from 2/3 of ``total_steps`` on, halved 4 times: at even distances, the first time there
-                  "luong5"       from 1/2 on, 5 times
-                  "luong10"      from 1/2 on, 10 times
-    end_lr:       no decay goes below it
-    warmup:       "t2t"          from a hundredth, exponentially, over ``warmup_steps``
-                  "linear"       in equal parts: 1/n in the first step, all of it in the n-th
+    total_steps:  number of training steps; required by the luong schemes
+    decay:        "fixed"        constant learning rate (default)
+                  "exponential"  multiplied by ``decay_factor`` after every ``decay_steps``
+                  "polynomial"   linear to ``end_lr`` over ``decay_steps``, by default ``total_steps``
+                  "luong234"     halved 4 times at equal distances, the first time at 2/3 of ``total_steps``
+                  "luong5"       halved 5 times, the first time at 1/2 of ``total_steps``
+                  "luong10"      halved 10 times, the first time at 1/2 of ``total_steps``
+    warmup_steps: number of warm-up steps; default 0
+    warmup:       "t2t"          exponential growth from 1/100 over ``warmup_steps`` (default)
+                  "linear"       linear growth: 1/n in the first step, the full rate in the n-th
+    end_lr:       lowest learning rate of any decay; default 0
+    decay_steps:  number of steps, see "exponential" and "polynomial"
+    decay_factor: factor of the exponential decay; default 0.94
 
-    What is saved is the position alone; the shape is what this run asked for.
+    The state dict has only the position in the schedule; its shape is that of the current run.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Schedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at this step; a closed form, so that it cannot drift."""
+        """Return the learning rate of each group at this step, in closed form, so that rounding does not accumulate."""
         step = self.last_epoch
         return [self._decayed(base, step) * self._warmth(step) for base in self.base_lrs]
 
@@ -75,7 +79,7 @@ class Schedule(LRScheduler):
         self.__dict__.update({name: state_dict[name] for name in POSITION})
 
     def _decayed(self, base: float | Tensor, step: int) -> float | Tensor:
-        floor = min(base, self.end_lr)  # a floor never lifts what lies below it
+        floor = min(base, self.end_lr)  # end_lr never raises a rate that is already lower
         if self.decay == "polynomial":
             assert self.decay_steps is not None
             return floor + (base - floor) * (1 - min(step / self.decay_steps, 1.0))

@@ -1,7 +1,7 @@
-"""One optimizer in place of another: both have the same ``param_groups``, list and dicts.
+"""Replace one optimizer by another that shares its ``param_groups``: the same list and the same dicts.
 
-A scheduler on the one that was given, and user code that sets ``optimizer.param_groups[0]["lr"]``, drive the one that
-steps.
+A scheduler on the user's optimizer, and user code that sets ``optimizer.param_groups[0]["lr"]``, therefore also change
+the optimizer that steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class SharingOptimizer(torch.optim.Optimizer):
-    """An optimizer whose groups stay the same objects when its state is loaded."""
+    """An optimizer whose ``param_groups`` stay the same objects when its state is loaded."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         shared, groups = self.param_groups, list(self.param_groups)
@@ -24,10 +24,10 @@ class SharingOptimizer(torch.optim.Optimizer):
 
 
 def share_groups(made: SharingOptimizer, source: torch.optim.Optimizer) -> None:
-    """From now on ``made`` steps with what is set on ``source``."""
+    """Make ``made`` use the parameter groups of ``source``."""
     made.param_groups = source.param_groups
 
     def stepped(*_: Any) -> None:
-        source._opt_called = True  # type: ignore[attr-defined]  # schedulers warn when their optimizer never steps
+        source._opt_called = True  # type: ignore[attr-defined]  # schedulers warn if their optimizer never steps
 
     made.register_step_post_hook(stepped)

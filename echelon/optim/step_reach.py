@@ -1,8 +1,8 @@
-"""How far the step of an optimizer looks: at each entry alone, at whole parameters, or at all parameters together.
+"""Find whether an optimizer's update of an entry depends on that entry only, on its parameter or on all parameters.
 
-Ranks that hold parts of parameters step each part by itself, which is right for the first kind only. Optimizers of
-torch are known by their class; any other takes some steps on a small matrix, whole and in halves: what differs looks
-further.
+A rank that holds shards of parameters steps each shard separately, which is correct only if the update is
+element-wise. The optimizers of torch are known by class. Any other optimizer is tested: it takes some steps on a small
+matrix, whole and in halves; if the results differ, the update is not element-wise.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ENTRIES = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"),
     *("NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "SparseAdam"),
 )
-SIZE, STEPS = 32, 4  # some optimizers factor only what has 16 rows and columns; some begin with a warm-up
-APART = 1e-3  # of the way that the weights have gone; rounding is a thousandth of that
+SIZE, STEPS = 32, 4  # some optimizers factor only matrices with at least 16 rows and columns; some begin with a warm-up
+APART = 1e-3  # tolerance relative to the largest change of the weights; rounding errors are a thousandth of it
 
 
 class StepReach(IntEnum):
-    """What a step on one entry looks at."""
+    """The entries on which the update of one entry depends."""
 
     ENTRY = 0
     PARAMETER = 1
@@ -37,11 +37,11 @@ def _classes(names: Sequence[str]) -> tuple[type, ...]:
 
 
 def find_reach(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StepReach | str:
-    """Return how far steps with the settings of ``group`` look; or why that cannot be told."""
+    """Return the reach of steps with the settings of ``group``, or the reason why it cannot be determined."""
     from echelon.optim.foreach import ForeachOptimizer
 
     kind = type(optimizer)
-    if kind in _classes(_ENTRIES) or isinstance(optimizer, ForeachOptimizer):  # ours add up their norms
+    if kind in _classes(_ENTRIES) or isinstance(optimizer, ForeachOptimizer):  # LARS and LAMB all-reduce their norms
         return StepReach.ENTRY
     if isinstance(optimizer, _classes(("Adafactor", "Muon"))):
         return StepReach.PARAMETER
@@ -51,7 +51,7 @@ def find_reach(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> St
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             return _tried(optimizer, group, device)
-    except Exception as error:  # whatever an optimizer of somebody else's may raise
+    except Exception as error:  # a third-party optimizer may raise anything
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
@@ -82,11 +82,11 @@ def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: t
 def _stepped(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parts: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Return parameters after steps with these gradients; the first of each are the weights."""
+    """Return the parameters after ``STEPS`` steps; each of ``parts`` has the weights first, then the gradients."""
     parameters = [nn.Parameter(values[0].clone()) for values in parts]
     plain: dict[str, Any] = {name: way for name, way in PLAIN.items() if name in group}
     if group.get("lr") is not None:
-        plain["lr"] = 0.01  # a schedule may have begun with 0
+        plain["lr"] = 0.01  # a schedule may begin with 0
     twin = copy_optimizer(optimizer, [{**group, **plain, "params": parameters}])
     for step in range(1, STEPS + 1):
         for parameter, values in zip(parameters, parts, strict=True):

@@ -1,1 +1,1 @@
-"""What a rank does for a Plan."""
+"""Execution of a Plan on one rank: data, tensor and pipeline parallelism, sharding, activations, loss."""

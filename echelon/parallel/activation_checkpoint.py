@@ -1,8 +1,8 @@
-"""Recomputing activations in backward instead of keeping them, with the numbers of a run that keeps them.
+"""Activation checkpointing: recomputes activations in backward, with the same numbers as a run that keeps them.
 
-Beyond what torch.utils.checkpoint does (random numbers and autocast as in forward), buffers are put back to what they
-were before the segment's forward while it is recomputed, and afterwards left as that forward made them: batch norm
-counts a batch once, and modules that read a buffer they update compute the same again.
+torch.utils.checkpoint restores random numbers and autocast. In addition, buffers are set to their values before the
+segment's forward while the segment is recomputed, and keep the values after that forward otherwise: batch norm counts
+a batch once, and a module that reads a buffer which it updates computes the same result again.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Spans = tuple[tuple[str, ...], ...]  # keys of a Sequential's children that are 
 def apply_recompute(
     model: nn.Module, segments: Segments, chains: Iterable[str], *, offload: bool, group: dist.ProcessGroup | None
 ) -> None:
-    """Let the segments of ``model`` be recomputed. Weights, buffers and names stay as they are.
+    """Make the segments of ``model`` recompute. Weights, buffers and names do not change.
 
-    Goes after ``synchronize``, whose batch norm replaces forward. ``group`` carries CPU tensors; over it all ranks
-    agree where to cut ``chains``.
+    Call this after ``synchronize``, whose batch norm replaces forward. ``group`` is a process group for CPU tensors,
+    over which all ranks agree where to cut ``chains``.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for module in modules.values():
         _undo(module)
-    switch_off(model)  # of an engine's model it is done; copies that are only measured have configurations of their own
+    switch_off(model)  # an engine's model has it done already, but copies made for measurements have their own configs
     store = HostStore() if offload else None
-    alone = functools.cache(functools.partial(_alone, store=store))  # one class for all blocks of one class
+    alone = functools.cache(functools.partial(_alone, store=store))  # blocks of one class share the new class
     for name in _single(segments):
         _change_class(name, modules[name], alone)  # type: ignore[arg-type]
     for name, spans in _spans_by_parent(segments).items():
@@ -54,7 +54,7 @@ def apply_recompute(
         _change_class(name, modules[name], functools.partial(_to_be_cut, group=group, store=store))
 
 
-# ---- classes: a module of another class is still itself, and so is its deep copy ----
+# ---- classes: replacing a module's class keeps the module's identity, and works for its deep copies ----
 
 Kind = type[nn.Module]
 
@@ -101,12 +101,12 @@ def _change_class(name: str, module: nn.Module, derive: Callable[[Kind], Kind]) 
     reason = why_fixed(name, module)
     if reason is not None:
         raise UsageError(f"recompute: {reason}, or name the modules inside it")
-    if _PLAIN not in type(module).__dict__:  # else it was named before: a shared module has several names
+    if _PLAIN not in type(module).__dict__:  # else it was changed already: a shared module has several names
         module.__class__ = derive(type(module))
 
 
 def _undo(module: nn.Module) -> None:
-    """A model may be distributed again, with another strategy."""
+    """Restore the original class: a model may be distributed again with another strategy."""
     module.__dict__.pop(_CUTS, None)
     if _PLAIN in type(module).__dict__:
         module.__class__ = type(module).__dict__[_PLAIN]
@@ -147,8 +147,10 @@ def _run_in_turn(children: Iterable[nn.Module], value: Any) -> Any:
 
 
 def _pieces(keys: Sequence[str], spans: Spans) -> Iterator[tuple[Sequence[str], bool]]:
-    """The children in order: spans, and what lies between and is kept. By key, because a slice of a Sequential has the
-    class of the whole."""
+    """Yield the children's keys in order: spans, and single children between them, which keep their activations.
+
+    Keys are used because a slice of a Sequential would have the (replaced) class of the whole.
+    """
     by_first = {span[0]: span for span in spans}
     at = 0
     while at < len(keys):
@@ -160,8 +162,10 @@ def _pieces(keys: Sequence[str], spans: Spans) -> Iterator[tuple[Sequence[str], 
 
 @hide_from_dynamo
 def _cut(sequential: nn.Module, value: Any, group: dist.ProcessGroup | None) -> Spans:
-    """Where to cut a chain, from what its children keep of this batch. Rank 0's batch decides for all ranks: with
-    different cuts, synchronized batch norm would wait for ever."""
+    """Return where to cut a chain, from the bytes that its children save for backward with this batch.
+
+    Rank 0's batch decides for all ranks: with different cuts, synchronized batch norm would deadlock.
+    """
     measured = _measure(sequential, value)
     if group is not None:
         measured = gather_json(measured, group)[0]
@@ -170,9 +174,10 @@ def _cut(sequential: nn.Module, value: Any, group: dist.ProcessGroup | None) -> 
 
 
 def _measure(sequential: nn.Module, value: Any) -> tuple[list[int], list[bool]]:
-    """Bytes each child keeps for backward, and whether it changes its input in place.
+    """Return the bytes that each child saves for backward, and True for each child that changes its input in place.
 
-    A pass of its own, whose graph keeps nothing: a batch that only fits when recomputed can be measured.
+    This is a separate forward pass whose graph saves nothing, so a batch that fits only with recomputation can be
+    measured.
     """
     value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
     totals, in_place = [0], []
@@ -191,13 +196,13 @@ def _measure(sequential: nn.Module, value: Any) -> tuple[list[int], list[bool]]:
 
 # ---- one segment ----
 
-SMALL = 2**14  # elements; more than batch norm has channels, less than a mask or a table of positions has
+SMALL = 2**14  # elements: more than the channels of a batch norm, less than a mask or a position table
 
 
 def _recompute(
     function: Callable[..., Any], modules: Sequence[nn.Module], store: HostStore | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """``function(*args, **kwargs)``, which runs ``modules``, keeping only what goes in."""
+    """Call ``function(*args, **kwargs)``, which runs ``modules``, and save only its inputs for backward."""
     if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
         raise UsageError(
             f"recompute: {_plain_name(modules[0])} is given a cache of keys and values, which running it again would "
@@ -209,8 +214,11 @@ def _recompute(
 
 
 def _compiles(modules: Iterable[nn.Module]) -> bool:
-    """Whether torch.compile may recompute them itself. It gets batch norm right; a module that reads the buffer it
-    changes would change it twice (measured with torch 2.13), so with other buffers they run uncompiled."""
+    """Return True if torch.compile may recompute these modules itself.
+
+    It handles batch norm correctly, but a module that reads a buffer which it changes would change it twice (measured
+    with torch 2.13), so modules with other buffers run uncompiled.
+    """
     inside = itertools.chain.from_iterable(module.modules() for module in modules)
     return all(isinstance(module, BatchNorm) or not module._buffers for module in inside)
 
@@ -240,11 +248,11 @@ def _recompute_eagerly(
 def _of_tensors(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[Tensor]]:
-    """The call as a function of the tensors in it, each once: ``query is key`` must hold in the second run too."""
+    """Return the call as a function of its distinct tensors: ``query is key`` must hold in the recomputation too."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    # Nothing in here may hold on to a tensor: checkpoint keeps them, in its own way or in the store's.
+    # The closure must not refer to a tensor: checkpoint saves the tensors, by itself or through the store.
     pattern = [(places[id(leaf)], None) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
 
     def again(*given: Tensor) -> Any:
@@ -256,9 +264,10 @@ def _of_tensors(
 
 
 class _BufferSnapshot:
-    """The buffers of some modules as they are now. As a context: these again, and nothing in it changes the true ones.
+    """A snapshot of the buffers of some modules; within its context the modules use copies of the snapshot.
 
-    Can be entered any number of times (``retain_graph``), and left by an exception: torch ends a recomputation so.
+    It can be entered any number of times (``retain_graph``) and left by an exception, which is how torch ends a
+    recomputation.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -275,9 +284,10 @@ class _BufferSnapshot:
         self._replaced: list[Tensor | None] = []
 
     def forward_is_done(self) -> None:
-        """Keep copies only of buffers that forward may have changed; and watch the weights from here on.
+        """Keep copies only of buffers that forward may have changed, and record the versions of the weights.
 
-        Torch's batch norm does not count up the version of the statistics it changes, so small buffers are not asked.
+        Torch's batch norm does not increment the version of the statistics that it changes, so small buffers always
+        count as changed.
         """
         unchanged = {
             id(buffer)
@@ -315,7 +325,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _versions(value: Any) -> list[int]:
-    """What in-place changes count up."""
+    """Return the version counters of all tensors, which in-place changes increment."""
     return [tensor._version for tensor in _tensors(value)]
 
 

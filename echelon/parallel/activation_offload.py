@@ -1,7 +1,7 @@
-"""Keeping tensors in host memory between forward and backward, without making the device wait.
+"""Activation offload: keeps saved tensors in host memory between forward and backward, overlapped with computation.
 
-A tensor leaves for pinned memory on a stream of its own while the device computes on, and comes back on another: when
-one is asked for, the one that was stored before it, which backward needs next, sets out as well.
+A tensor is copied to pinned memory on a separate stream while the device computes, and copied back on another one. When
+backward unpacks a tensor, the tensor stored before it, which backward needs next, is prefetched.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 
-# Copies that may be under way before the compute stream waits for the oldest: without a bound the host, which runs
-# ahead of the device, would let every tensor pile up on the device.
+# Number of copies in flight before the compute stream waits for the oldest. Without a bound all tensors would pile up
+# on the device, because the host runs ahead of it.
 UNDER_WAY = 2
 
 
 class HostStore:
-    """Where the kept inputs of recomputed segments live. Tensors of the CPU stay as they are."""
+    """Host memory for the saved inputs of recomputed segments; CPU tensors are not moved."""
 
     def __init__(self) -> None:
         self._leaving: deque[_PendingOffload] = deque()
@@ -31,7 +31,7 @@ class HostStore:
         self._latest: weakref.ref[_OffloadedTensor] | None = None
 
     def holding(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[object]:
-        """Within this context, what is saved for backward goes to the host where that is worth it."""
+        """Return a context in which activations saved for backward are offloaded to the host."""
         if not any(_worth_moving(tensor) for tensor in tensors):
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -66,7 +66,7 @@ class HostStore:
         return tensor
 
     def _let_go(self, remaining: int) -> None:
-        """Free device memory whose copy has left, waiting (on the device) for all but the latest ``remaining``."""
+        """Free device memory that has been copied; wait on the device for all but the latest ``remaining`` copies."""
         while self._leaving and (len(self._leaving) > remaining or self._leaving[0].gone):
             leaving = self._leaving.popleft()
             torch.cuda.current_stream(leaving.source.device).wait_event(leaving.left)
@@ -85,7 +85,7 @@ class HostStore:
 
 @dataclass(frozen=True)
 class _PendingOffload:
-    source: Tensor  # held until the copy is made, so that its memory is not given to others
+    source: Tensor  # held until the copy is done, so that its memory is not reused
     version: int
     left: torch.cuda.Event
 
@@ -105,22 +105,22 @@ class _OffloadedTensor:
 
 @dataclass(frozen=True)
 class _CopyStreams:
-    """Streams of one device: to the host, and back."""
+    """The copy streams of one device: to the host, and back."""
 
     out: torch.cuda.Stream
     back: torch.cuda.Stream
 
     def fetch(self, stored: _OffloadedTensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Start the way back. The memory is the compute stream's, so the copy begins when that has come this far."""
+        """Start the copy to the device. Its memory belongs to the compute stream, so the copy waits for that stream."""
         tensor = torch.empty_like(stored.host, device=stored.device)
         self.back.wait_stream(torch.cuda.current_stream(stored.device))
         self.back.wait_event(stored.left)
         with torch.cuda.stream(self.back):
             tensor.copy_(stored.host, non_blocking=True)
-        tensor.record_stream(self.back)  # should nobody use it after all, it is not given away before it arrived
+        tensor.record_stream(self.back)  # an unused tensor's memory must not be reused before the copy has ended
         return tensor, self.back.record_event()
 
 
 def _worth_moving(tensor: Tensor) -> bool:
-    """Activations. Weights stay on the device anyway, and so do masks and data, which many segments share."""
+    """Return True for activations: weights stay on the device anyway, and many segments share masks and data."""
     return tensor.is_cuda and tensor.requires_grad and not tensor.is_leaf

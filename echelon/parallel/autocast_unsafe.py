@@ -1,4 +1,4 @@
-"""What torch refuses to compute with autocast on a GPU: binary cross entropy of probabilities."""
+"""Detects operations that torch refuses under autocast on a GPU: binary cross entropy of probabilities."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 
 from echelon.base.code_origin import is_users
 
-#: In words of torch.
+#: Part of torch's error message.
 REFUSED = "are unsafe to autocast"
 REASON = "binary_cross_entropy wants fp32 (binary_cross_entropy_with_logits does not)"
 
 _NAMES = {"binary_cross_entropy", "BCELoss"}
-_DEEPEST = 4  # functions that call one another
+_DEEPEST = 4  # depth of nested calls that is searched
 
 
 def find_autocast_unsafe(model: nn.Module, loss: Callable[..., Any] | None) -> str | None:
-    """Why model and loss want fp32, as far as their code shows it."""
+    """Return the reason why model or loss needs fp32, as far as their code shows it; None if there is none."""
     return REASON if _uses(model, 0) or _uses(loss, 0) else None
 
 
@@ -34,7 +34,7 @@ def _uses(thing: Any, depth: int) -> bool:
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    """What it calls, and may call."""
+    """Yield the functions and modules that ``thing`` calls or may call."""
     if isinstance(thing, nn.Module):
         kinds = {type(module): module for module in thing.modules()}
         yield from (module for module in kinds.values() if isinstance(module, nn.BCELoss))
@@ -52,7 +52,7 @@ def _parts(thing: Any) -> Iterator[Any]:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # the cell is empty
         return None
 
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and clipping by it: dense and sparse, whole, cut, staged and sharded alike."""
+"""Global gradient norm and clipping, for dense and sparse gradients that may be split, staged or sharded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from echelon.distributed.collectives import start_small_sum
 
 
 class Census:
-    """Which of its gradients a rank counts, so that over all ranks every entry counts once.
+    """Computes norm and finiteness of the gradients over all ranks, counting every entry once.
 
-    group: all ranks that hold a part of the model; ``None`` where this rank holds all of it
-    flags: all ranks whose gradients may differ: they must agree on whether one is not finite
+    counted: ids of the parameters that this rank counts; default none
+    group:   ranks that hold a part of the model; ``None`` if this rank holds all of it
+    flags:   ranks whose gradients may differ and that must agree if one is not finite; ``None`` if none differ
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Census:
         self._counted, self._group, self._flags = set(counted), group, flags
 
     def norm(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-        """The 2-norm over the gradients of the whole model."""
+        """Return the 2-norm over the gradients of the whole model."""
         if self._group is None:
             values = _values(parameters)
             return total_norm(values) if values else torch.zeros(())
@@ -37,8 +38,8 @@ class Census:
         return start_small_sum(own.reshape(1), self._group, "norm of gradients")()[0].sqrt()
 
     def all_finite(self, finite: bool, device: torch.device) -> bool:
-        """Whether every rank's gradients are finite."""
-        if self._flags is None:  # reduced gradients are the same everywhere, and so is the answer
+        """Return True if the gradients of every rank are finite."""
+        if self._flags is None:  # reduced gradients, and so the result, are the same on all ranks
             return finite
         flag = torch.tensor([0.0 if finite else 1.0], device=device)
         return not float(start_small_sum(flag, self._flags, "search for overflows")())
@@ -46,7 +47,7 @@ class Census:
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm over all tensors, as torch's function does, which asks engines about their gradients first."""
+    """Return the 2-norm over all tensors like torch's ``get_total_norm``, without the engine checks patched into it."""
     norms = [norm.to(tensors[0].device) for norm in torch._foreach_norm(list(tensors))]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
@@ -58,13 +59,13 @@ def clip_gradients(
     census: Census | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their joint 2-norm is at most ``max_norm``; returns the norm they had."""
+    """Scale all gradients so that their global 2-norm is at most ``max_norm``; return the norm before scaling."""
     held = [p for p in parameters if p.grad is not None]
     total = (census or Census()).norm(held, device or torch.device("cpu"))
     grads = [p.grad for p in held if p.grad is not None]
     if not grads:
         return total
-    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own formula, so that the numbers agree
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula, so that the numbers agree
     dense = [grad for grad in grads if not grad.is_sparse]
     by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in dense:

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, on all ranks together, one small reduction at the end."""
+"""Distributed evaluation: all ranks together evaluate every sample once, with one small all-reduce at the end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Mean = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Overall:
-    """A metric that is no mean over samples: it needs all of them at once.
+    """A metric that is not a mean over samples and needs all of them at once.
 
-    keep:  what it needs of some samples, ``keep(output, target)``: a row of a few numbers for each. The rows of all
-           ranks come together on every one, as doubles
-    judge: the metric, ``judge(rows)``
+    keep:  function ``keep(output, target)`` that returns a row of a few numbers for each sample; the rows of all ranks
+           are gathered on every rank, as doubles
+    judge: function ``judge(rows)`` that returns the metric
     """
 
     keep: Callable[[Any, Any], Tensor]
@@ -42,8 +42,11 @@ Metric = Mean | Overall
 
 
 def predictions(output: Any) -> Any:
-    """What of a model's output metrics of ours look at, where it returns a loss beside it: ``logits``, or of a tuple
-    such as ``(logits, loss)`` the only tensor that is no scalar."""
+    """Return the part of a model's output that built-in metrics use, if the model returns a loss too.
+
+    That is ``logits``, or the only non-scalar tensor of a tuple such as ``(logits, loss)``. Raises UsageError if there
+    is none or more than one.
+    """
     if isinstance(output, Tensor | ShardedActivation):
         return output
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -62,20 +65,20 @@ def predictions(output: Any) -> Any:
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """1 for every sample whose largest output is at its target."""
+    """Return 1 for every sample whose largest output is at its target, else 0."""
     right: Tensor = predictions(output).argmax(dim=1) == target
     return right.float()
 
 
 def top5(output: Tensor, target: Tensor) -> Tensor:
-    """1 for every sample whose target is among its five largest outputs."""
+    """Return 1 for every sample whose target is among its five largest outputs, else 0."""
     output = predictions(output)
     best = output.topk(min(5, output.shape[1]), dim=1).indices
     return (best == target.unsqueeze(1)).any(dim=1).float()
 
 
 def scored(output: Any, target: Tensor) -> Tensor:
-    """Each sample's score, and whether it is a positive; of two classes' outputs, how far the second is ahead."""
+    """Return rows of (score, 1 if positive else 0); for two-class outputs the score is the second minus the first."""
     output = predictions(output)
     scores: Tensor = (output.whole() if isinstance(output, ShardedActivation) else output).detach().double()
     if scores.shape == (*target.shape, 2):
@@ -89,12 +92,15 @@ def scored(output: Any, target: Tensor) -> Tensor:
 
 
 def area_under_curve(rows: Tensor) -> float:
-    """The chance that a positive has a higher score than a negative, ties counted half. Not a number without both."""
+    """Return the probability that a positive has a higher score than a negative, with ties counted half.
+
+    The result is NaN if there are no positives or no negatives, or if a score is NaN.
+    """
     scores, positive = rows[:, 0], rows[:, 1] > 0.5
     if scores.isnan().any():
         return float("nan")
     _, place, equal = torch.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (equal.cumsum(0) - (equal - 1) / 2)[place]  # from 1; equal scores share the mean of theirs
+    ranks = (equal.cumsum(0) - (equal - 1) / 2)[place]  # counted from 1; equal scores get their mean rank
     ones, zeros = float(positive.sum()), float((~positive).sum())
     above = float(ranks[positive].sum()) - ones * (ones + 1) / 2
     return above / (ones * zeros) if ones and zeros else float("nan")
@@ -107,8 +113,8 @@ METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5": top5, "auc": Overall
 class EvalOutput:
     """Output and loss of some samples.
 
-    count:  what the loss averages over: their rows, or targets that count
-    is_sum: the loss is a sum over them; its mean is over samples
+    count:  number of items that the loss averages over: rows, or targets that are not ignored
+    is_sum: True if the loss is a sum over samples; default False
     """
 
     batch: Any
@@ -120,7 +126,7 @@ class EvalOutput:
 
 
 def evaluate_batch(objective: Objective, batch: Any, weights: EvaluationWeights) -> EvalOutput:
-    """Return output and loss of a batch that is run at once."""
+    """Return output and loss of a batch that is run without micro-batches."""
     output, loss = objective(batch)
     rows = count_samples(batch)
     count = weights.count(objective.take_seen(), rows)
@@ -135,12 +141,12 @@ def evaluate(
     world: World,
     taken: Callable[[], int | None],
 ) -> dict[str, float]:
-    """Mean of the loss and of each metric over all samples of all ranks.
+    """Return the mean of the loss and of each metric over all samples of all ranks.
 
-    ``judge`` runs a batch; of several ranks that work on one, it has ``samples`` on one of them only.
-
-    A metric is ``metric(output, target)`` and returns one value a sample, or their mean; or it is an ``Overall``.
-    ``taken()`` says how many samples of the batch just handed out count (0 for a stand-in).
+    judge:   function that runs a batch; if several ranks work on one batch, only one of them reports ``samples``
+    metrics: functions ``metric(output, target)`` that return one value per sample or their mean, ``Overall`` metrics,
+             or names of built-in ones
+    taken:   function that returns how many samples of the last batch count (0 for a stand-in batch)
     """
     chosen = resolve(metrics)
     means, overall = _Means(chosen, world), _GatheredMetrics(chosen, world)
@@ -159,13 +165,15 @@ def evaluate(
 
 
 class _Means:
-    """Sums of the loss and of metrics, on their way to means. Metrics are asked also where nothing counts: those of
-    split outputs take all ranks that share them."""
+    """Sums of the loss and of metrics over samples, from which the means are computed.
+
+    Metrics are called even if no sample counts, because metrics of split outputs are collectives of all split ranks.
+    """
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
         self._metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, Overall)}
         self._world = world
-        # what losses average over, losses, samples, metrics
+        # the counts of the losses, losses, samples, metrics
         self._sums = torch.zeros(3 + len(self._metrics), dtype=torch.double, device=world.device)
 
     def add(self, judged: EvalOutput, counts: bool) -> None:
@@ -192,7 +200,7 @@ class _Means:
 
 
 class _GatheredMetrics:
-    """What metrics of all samples have kept of them so far."""
+    """Rows that ``Overall`` metrics have kept of the samples so far."""
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
         self._metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, Overall)}
@@ -214,7 +222,7 @@ def _target(judged: EvalOutput) -> Any:
 
 
 def _together(parts: list[Tensor], world: World) -> Tensor:
-    """The rows of all ranks, of which some may have none."""
+    """Return the rows of all ranks, some of which may have none."""
     own = torch.cat(parts) if parts else torch.empty(0, 0, dtype=torch.double, device=world.device)
     if world.size == 1:
         return own
@@ -226,7 +234,7 @@ def _together(parts: list[Tensor], world: World) -> Tensor:
 
 
 def resolve(metrics: Mapping[str, Metric | str] | Sequence[str]) -> dict[str, Metric]:
-    """Metrics by name: a dict of metrics and names of ours, or a list of names."""
+    """Return metrics by name, from a dict of metrics or names of built-in ones, or from a list of names."""
     named: dict[str, Metric | str] = dict(metrics) if isinstance(metrics, Mapping) else {m: m for m in metrics}
     return {name: _ours(metric) if isinstance(metric, str) else metric for name, metric in named.items()}
 
@@ -239,7 +247,7 @@ def _ours(name: str) -> Metric:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is back in the mode it had (a frozen one stays frozen)."""
+    """Set evaluation mode within the context, and restore the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,6 +1,7 @@
-"""Caches of keys and values, which decoders of transformers fill unless their configuration says no.
+"""Disables the key-value caches that decoders of the transformers library fill by default.
 
-A layer that is recomputed would fill its cache twice. Training reads none, so caches are off until the engine closes.
+A recomputed layer would fill its cache twice. Training does not read the caches, so they are off until the engine
+closes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,6 @@ def _reason(model: nn.Module, plan: Plan) -> str | None:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Each once. Parts may have copies: T5's decoder does."""
+    """Return each config of the model's modules once; parts of a model may have copies, as T5's decoder does."""
     found = (module.__dict__.get("config") for module in model.modules())
     return iter({id(config): config for config in found if config is not None}.values())

@@ -1,4 +1,4 @@
-"""A larger learning rate for a larger batch, with a warm-up (Goyal et al., "Accurate, Large Minibatch SGD", 2017)."""
+"""Learning rate scaling with the global batch, with warm-up (Goyal et al., "Accurate, Large Minibatch SGD", 2017)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from echelon.plan import Plan
 
 
 def rate_factor(plan: Plan, step: int, replicas: int | None = None) -> float:
-    """What to multiply the learning rate by at ``step`` (from 1).
+    """Return the factor of the learning rate at ``step`` (counted from 1).
 
-    An update averages over the batches of all replicas and merged passes; the rate was given for one of them.
-    replicas: how many there were when training began, where that counts and not how many there are
+    An update averages over the batches of all replicas and merged passes, but the learning rate is given for one batch.
+
+    replicas: number of replicas when training began, if that determines the factor; default: the current number
     """
     scaling = plan.lr_scaling
     if scaling is None:
@@ -25,7 +26,7 @@ def rate_factor(plan: Plan, step: int, replicas: int | None = None) -> float:
 
 
 def scaled_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> contextlib.AbstractContextManager[None]:
-    """For one step only: schedules that go on from the rate they find must not find the scaled one."""
+    """Return a context with scaled learning rates, for one step: LR schedulers must see the unscaled rate."""
     return _AS_GIVEN if factor == 1.0 else _multiplied(optimizers, factor)
 
 

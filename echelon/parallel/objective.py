@@ -1,4 +1,4 @@
-"""From a batch to a scalar loss: how the batch's parts reach the model and the loss.
+"""Computes the scalar loss of a batch: passes the parts of the batch to the model and to the loss function.
 
 positional   step(x1, x2, y)      loss(model(x1, x2), y)
 named        step({"x": .., "y": ..})   loss(model(**the entries forward() names), batch)
@@ -36,17 +36,17 @@ class Objective:
     def __init__(self, model: nn.Module, loss: LossFunction | None, amp: Amp | None, device: torch.device) -> None:
         self._model, self.loss, self._amp, self._device = model, loss, amp, device
         self._accepts = _accepted_names(model)
-        self.outputs: StepOutputs | None = None  #: gathers them, in a step that was asked for them
+        self.outputs: StepOutputs | None = None  #: collects the model's outputs in a step with ``outputs=True``
         self._seen: SeenLoss | None = None
-        self._main: Tensor | None = None  # the latest loss, before auxiliary losses came to it
+        self._main: Tensor | None = None  # the latest loss, without auxiliary losses
         self._with_losses: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_loss")]
 
     def change_loss(self, change: Callable[[LossFunction], LossFunction]) -> None:
-        """Have the loss computed by what ``change`` makes of its function; a model's own loss stays."""
+        """Replace the loss function by ``change(loss)``; a loss that the model computes itself is not changed."""
         self.loss = None if self.loss is None else change(self.loss)
 
     def __call__(self, batch: Any) -> tuple[Any, Tensor]:
-        """The model's output and the scalar loss, auxiliary losses that modules left behind included."""
+        """Return the model's output and the scalar loss, including the auxiliary losses that modules have set."""
         try:
             with self._precision():
                 output, loss = self._run(batch)
@@ -65,19 +65,19 @@ class Objective:
         self._main = loss if self._with_losses else None
         for module in self._with_losses:
             extra, module.auxiliary_loss = module.auxiliary_loss, None
-            if isinstance(extra, Tensor) and not isinstance(extra, FakeTensor):  # one of another stage is a stand-in
+            if isinstance(extra, Tensor) and not isinstance(extra, FakeTensor):  # another stage's loss is a fake tensor
                 loss = loss + extra.to(loss.dtype)
         if self.outputs is not None:
             self.outputs.add(output, count_samples(batch))
         return output, loss
 
     def main_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss that ``loss``, the latest result, was before auxiliary losses were added to it."""
+        """Return ``loss``, the latest result, without auxiliary losses."""
         main, self._main = self._main, None
         return loss if main is None else main
 
     def _refused_call(self, error: TypeError, batch: Any) -> str:
-        """Return a line about a call of the model or the loss with arguments that it does not take; '' else."""
+        """Return an error line if the model or the loss was called with wrong arguments; '' otherwise."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -95,18 +95,18 @@ class Objective:
         return ""
 
     def _tell_of_precision(self, error: RuntimeError) -> None:
-        """Some operations have no 16 bits, and on a GPU nobody need have asked for them."""
+        """Add a note on autocast to an error: some operations lack 16-bit kernels, and autocast is default on a GPU."""
         if self._amp is not None and ("BFloat16" in str(error) or "Half" in str(error)):
             error.add_note(f"(forward and loss run in {self._amp.dtype} here; Strategy(amp=False) keeps fp32)")
 
     def arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """What of the batch the model is called with."""
+        """Return the positional and named arguments of the model for this batch."""
         if isinstance(batch, Mapping):
             return (), batch if self.loss is None else self._known(batch)
         return batch if self.loss is None or len(batch) == 1 else batch[:-1], {}
 
     def target(self, batch: Any) -> Any:
-        """What metrics compare the output with."""
+        """Return the target that the loss and metrics compare the output with."""
         return batch if isinstance(batch, Mapping) else batch[-1]
 
     def _run(self, batch: Any) -> tuple[Any, Tensor]:
@@ -131,7 +131,7 @@ class Objective:
         return self.loss(output) if alone else self.loss(output, self.target(batch))
 
     def take_seen(self) -> SeenLoss | None:
-        """Return how the latest loss was computed, if that was without gradients; asked once."""
+        """Return the record of the latest loss, if it was computed without gradients, and clear it."""
         seen, self._seen = self._seen, None
         return seen
 
@@ -151,13 +151,13 @@ class Objective:
 
 
 def as_batch(args: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> Any:
-    """The arguments of ``step`` as one batch, a tuple or a dict, on the device."""
+    """Return the arguments of ``step`` as one batch, a tuple or a dict, on the device."""
     if args and named:
         raise UsageError("step() takes the batch by position or by name, not both at once")
     batch: Any = named or args
     if len(args) == 1 and isinstance(args[0], tuple | list | Mapping):
         batch = args[0]
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):  # a tokenizer's, which torch takes for one value
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):  # a tokenizer's BatchEncoding is one pytree leaf
         batch = dict(batch)
     if not batch:
         raise UsageError("step() was called without a batch")
@@ -172,7 +172,7 @@ def has_rows(batch: Any) -> bool:
 
 
 def count_samples(batch: Any) -> int:
-    """The length of the first dimension of the batch's first tensor."""
+    """Return the length of the first dimension of the batch's first tensor."""
     first = batch[0] if isinstance(batch, tuple | list) and batch else None
     for leaf in (first,) if isinstance(first, Tensor) and first.dim() else tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
@@ -185,7 +185,7 @@ def count_samples(batch: Any) -> int:
 
 
 def scalar(loss: Any) -> Tensor:
-    """``loss`` when it is one number with a gradient; else one line saying what it is."""
+    """Return ``loss`` as a scalar tensor; raise LossError if it is not a tensor of one number."""
     if not isinstance(loss, Tensor):
         raise LossError(f"the loss must be a tensor, got {type(loss).__name__}; compute it with torch operations")
     if loss.numel() != 1:
@@ -214,7 +214,7 @@ def _own_loss(output: Any) -> Any:
 
 
 def _scalar_of(output: Sequence[Any]) -> Tensor:
-    """The loss among several outputs: the only scalar, as in ``(logits, loss)``; of several, the first item."""
+    """Return the loss among several outputs: the only scalar, as in ``(logits, loss)``, or else a scalar first item."""
     tensors: list[Tensor] = [item for item in output if isinstance(item, Tensor)]
     numbers = [item for item in tensors if item.is_floating_point() and item.numel() == 1]
     scalars = [item for item in numbers if item.dim() == 0]
@@ -241,10 +241,10 @@ def _shown(item: Any) -> str:
 
 
 def _accepted_names(model: nn.Module) -> set[str] | None:
-    """Names forward() takes; ``None`` when it takes any."""
+    """Return the names that forward() accepts; ``None`` if it accepts any."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-    except ValueError:  # of a traced module, which does not tell
+    except ValueError:  # a traced module has no signature
         return None
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None

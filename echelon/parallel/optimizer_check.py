@@ -1,4 +1,4 @@
-"""Refuse optimizers whose step looks further than at what a rank holds, of any library."""
+"""Rejects optimizers, of any library, whose step needs more than the parts of parameters that a rank holds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OURS = {"lamb": "Strategy(lamb=True)", "lars": "Strategy(lars=True)"}
 
 
 def check_reach(plan: Plan, optimizers: Optimizers, model: nn.Module, cut: Collection[str]) -> list[str]:
-    """Refuse an optimizer that cannot step what this rank holds; return lines on those of which it cannot be told.
+    """Raise UsageError for an optimizer that cannot step this rank's parts; return warnings on undecidable ones.
 
-    cut: names of parameters of which this rank holds a part
+    cut: names of parameters of which this rank holds only a part
     """
     sharded = plan.shard is not None and plan.mesh["replicate"] > 1
     if not (sharded or plan.in_parts):
@@ -43,7 +43,7 @@ def check_reach(plan: Plan, optimizers: Optimizers, model: nn.Module, cut: Colle
 def _reach(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], known: dict[Any, StepReach | str]
 ) -> StepReach | str:
-    """Groups that differ in their rate alone step alike."""
+    """Return the reach of a group's step, cached for groups that differ in their learning rate only."""
     settings = sorted((name, repr(value)) for name, value in group.items() if name not in ("params", "lr"))
     key = id(optimizer), tuple(each for each in settings if each[0] != "initial_lr")
     if key not in known:

@@ -1,4 +1,4 @@
-"""Norms of whole parameters, for optimizers that go by them (LARS, LAMB) and hold only parts."""
+"""Norms of whole parameters for layerwise optimizers (LARS, LAMB) that hold only parts of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def add_up_norms(
     sharded: Collection[str],
     grid: MeshGroups,
 ) -> None:
-    """LARS and LAMB go by the norms of whole parameters: let them add up those of the parts."""
+    """Make LARS and LAMB, which need the norms of whole parameters, sum the squares of the parts over ranks."""
     names = holdings.names
-    shared_out = {name for name in sharded if not holdings.layouts[name].is_whole}  # what cannot be cut is on all ranks
+    # A parameter that cannot be cut is whole on all ranks.
+    shared_out = {name for name in sharded if not holdings.layouts[name].is_whole}
     axes = [(cut, grid.group("split")) if cut else None, (shared_out, grid.group("replicate")) if sharded else None]
     groups = [(parts, group) for parts, group in filter(None, axes) if group is not None]
 

@@ -1,7 +1,7 @@
-"""Guards of a model of which this rank holds parts: what would take them for the whole model is refused in a line.
+"""Raises an error if user code treats this rank's parts of a model as the whole model.
 
-Two ways lead there: ``model.state_dict()``, which ``torch.save`` and ``save_pretrained`` take, and averages of weights
-that a script keeps with a class of another library.
+There are two cases: ``model.state_dict()``, which ``torch.save`` and ``save_pretrained`` use, and weight averages that
+a script keeps with a class of another library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.plan import Plan
 
-#: Averages of weights in other libraries: module, class, and the method that is given a model or its parameters.
+#: Weight averages in other libraries: module, class, and the method that takes a model or its parameters.
 AVERAGES = (
     ("torch.optim.swa_utils", "AveragedModel", "update_parameters"),
     ("timm.utils.model_ema", "ModelEma", "update"),
@@ -31,13 +31,13 @@ _guarded: set[tuple[str, str, str]] = set()
 
 
 def guard_parts(plan: Plan, model: nn.Module) -> None:
-    """Guard ``model``, where the plan leaves this rank with parts of it."""
+    """Guard ``model`` if this rank holds only parts of it under the plan."""
     what = _held(plan)
     if what is None or model in _models:
         return
     _models.add(model)
     guard = StateGuard(what)
-    for module in model.modules():  # parts of it have a state_dict() and a save_pretrained() of their own
+    for module in model.modules():  # submodules have their own state_dict() and save_pretrained()
         module.register_state_dict_pre_hook(guard)  # type: ignore[no-untyped-call]
     for entry in AVERAGES:
         if entry not in _guarded and hasattr(sys.modules.get(entry[0]), entry[1]):
@@ -56,9 +56,9 @@ def _held(plan: Plan) -> str | None:
 
 
 class StateGuard:
-    """A hook on ``state_dict()``. ``keep_vars=True``, which the engine uses, passes: it asks for what is here.
+    """A hook that raises UsageError in ``state_dict()``, except with ``keep_vars=True``, which the engine itself uses.
 
-    what: what this rank holds of the model
+    what: description of the parts that this rank holds
     """
 
     def __init__(self, what: str) -> None:

@@ -1,6 +1,6 @@
-"""StepGuard: refuses a step of the user's optimizer that does not come from the engine.
+"""Raises an error if the user's optimizer is stepped outside of the engine.
 
-``loss.backward(); optimizer.step()`` left in a loop after ``distribute()`` would let each replica train by itself.
+``loss.backward(); optimizer.step()`` left in a loop after ``distribute()`` would make each replica train by itself.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from echelon.base.errors import UsageError
 
 _INSTEAD = "call engine.step(batch), or engine.backward(loss) and engine.update()"
 
-#: The guard of each optimizer. With another distribute() the newer engine's takes its place.
+#: The guard hook of each optimizer. After another distribute() the hook of the newer engine replaces it.
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 class StepGuard:
     """One engine's guard on the optimizers that it was given. A copy of an optimizer is not guarded.
 
-    alone: no other process trains this model; then a step from outside is let through
-    say:   takes one line about it
+    alone: True if no other process trains this model; then a step from outside is only reported
+    say:   callback for one line about such a step
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], alone: bool, say: Callable[[str], None]) -> None:
         self._alone, self._say = alone, say
         self._is_open = self._has_stepped = False
-        self._said: set[bool] = set()  # before the engine has stepped, and after
+        self._said: set[bool] = set()  # values of _has_stepped that were reported already
         self._handles: list[RemovableHandle] = []
         for optimizer in optimizers:
             if optimizer in _hooks:
@@ -39,20 +39,20 @@ class StepGuard:
             self._handles.append(handle)
 
     def __enter__(self) -> None:
-        """Let the engine's own steps through."""
+        """Allow steps within the context, which the engine enters for its own."""
         self._is_open = self._has_stepped = True
 
     def __exit__(self, *exception: object) -> None:
         self._is_open = False
 
     def close(self) -> None:
-        """The engine trains no more, and the optimizers are the user's again."""
+        """Remove the hooks when the engine has stopped training, so that the user may step the optimizers."""
         for handle in self._handles:
             handle.remove()
 
     def _hook(self, guarded: weakref.ref[torch.optim.Optimizer]) -> Callable[..., None]:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if not self._is_open and optimizer is guarded():  # a twin made from its attributes has the same hooks
+            if not self._is_open and optimizer is guarded():  # a copy made from its attributes has the same hooks
                 self._from_outside()
 
         return before_step

@@ -1,4 +1,4 @@
-"""Outputs of a training step, for ``engine.step(..., outputs=True)``: without history, and whole."""
+"""Outputs of a training step for ``engine.step(..., outputs=True)``: detached, and whole if split over ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from echelon.plan.pytree import replace_tensors, take_apart
 
 
 class StepOutputs:
-    """Gathers what the model returns in one step, by micro-batch."""
+    """Collects the model's outputs in one step, by micro-batch."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Any, int]] = []  # and of how many rows
+        self._kept: list[tuple[Any, int]] = []  # outputs with their numbers of rows
 
     def add(self, output: Any, rows: int) -> None:
-        """Keep it as it is now, without what backward needs."""
+        """Keep the output of a micro-batch, detached from the autograd graph."""
         with torch.no_grad():
             self._kept.append((replace_tensors(whole(output), _detached), rows))
 
     def latest(self) -> Any:
-        """Of a step that runs its batch at once; None where the model did not run to its end here."""
+        """Return the output of a step without micro-batches; None if the model did not run to its end on this rank."""
         return self._kept[-1][0] if self._kept else None
 
     def together(self, rows: int) -> Any:
-        """Of micro-batches, whose last ones may be stand-ins: tensors with a row for each sample in one, scalars as
-        their mean over ``rows``. What a pipeline has on other stages is None."""
+        """Return the joined output of all micro-batches; the last ones may be stand-ins, beyond ``rows``.
+
+        Tensors with a row per sample are concatenated, and scalars are averaged over ``rows``. Tensors that other
+        pipeline stages hold are None.
+        """
         counts, left = [], rows
         for _, found in self._kept:
             counts.append(min(found, left))
@@ -47,12 +50,12 @@ class StepOutputs:
 
 
 def first_rows(output: Any, rows: int) -> Any:
-    """The same of the first samples only."""
+    """Return the output with only the first ``rows`` rows of each tensor."""
     return replace_tensors(output, lambda tensor: tensor[:rows] if tensor.dim() else tensor)
 
 
 def asked_outputs(outputs: Any) -> StepOutputs:
-    """What gathers them. A batch's entry of that name, which would be taken for the question, is refused."""
+    """Return a collector for ``outputs=True``; raise UsageError for another value, such as a batch entry."""
     if outputs is not True:
         raise UsageError(
             f"outputs={type(outputs).__name__}: step() takes outputs=True or False; give a batch with an entry of that "
@@ -66,7 +69,10 @@ def _detached(tensor: Tensor) -> Tensor | None:
 
 
 def _joined(column: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> Any:
-    """One leaf of all micro-batches; each has so many rows, of which so many count."""
+    """Return one leaf joined over all micro-batches.
+
+    sizes: for each micro-batch, its number of rows and how many of them count
+    """
     if not all(isinstance(leaf, Tensor) for leaf in column):
         return column[0]
     if all(leaf.dim() and len(leaf) == of for leaf, (of, _) in zip(column, sizes, strict=True)):

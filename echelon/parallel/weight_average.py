@@ -1,8 +1,8 @@
-"""Averages: an exponential moving average of what this rank holds of a model, whatever the layout.
+"""Exponential moving average of this rank's part of a model, whatever the layout.
 
-Parameters that an optimizer steps are averaged where they are: a rank of a split, a stage or a shard averages its own
-part, so that no message is needed. Parameters that no optimizer has stay as they are, and so do buffers, as with
-``torch.optim.swa_utils.AveragedModel``, unless ``use_buffers`` asks for their average.
+Parameters that an optimizer steps are averaged locally: each rank of a split, stage or shard averages its own part, so
+that no communication is needed. Parameters without an optimizer are not averaged, and neither are buffers, as with
+``torch.optim.swa_utils.AveragedModel``, unless ``use_buffers`` is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.distributed.tensor_layout import Part
 if TYPE_CHECKING:
     from echelon.checkpoint import Stored
 
-#: Types in which an average would stand still: 0.001 of a small change is rounded away. They are averaged in fp32.
+#: Types that are averaged in fp32, because 0.001 of a small change would be rounded away in them.
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +34,7 @@ class Ema:
                  diffusers
     min_decay:   lower bound of the decay during the warm-up
     after:       updates in the beginning that only copy the weights
-    use_buffers: average floating-point buffers too, in place of taking them as they are
+    use_buffers: True to average floating-point buffers too; default False, which takes their current values
     """
 
     decay: float = 0.999
@@ -64,7 +64,7 @@ class Ema:
 
 
 class EmaTensorGroup:
-    """Tensors that are averaged together, after each update of one optimizer (``None``: of any)."""
+    """Tensors that are averaged together after each update of one optimizer (``None``: of any optimizer)."""
 
     def __init__(self, optimizer: str | None, live: Mapping[str, Tensor], exact: Callable[[str], Tensor]) -> None:
         self.optimizer, self.updates, self._exact = optimizer, 0, exact
@@ -79,7 +79,7 @@ class EmaTensorGroup:
         averages, values = self._pairs
         if averages:
             _move(averages, values, decay)
-        for name in self._narrow:  # one at a time: each takes a copy in fp32
+        for name in self._narrow:  # one at a time, because each needs a copy in fp32
             _move([self.average[name]], [self._exact(name).to(torch.float32)], decay)
         self.updates += 1
 
@@ -87,7 +87,7 @@ class EmaTensorGroup:
 class EmaWeights:
     """This rank's part of a moving average.
 
-    exact: weights in full precision by name, where a parameter holds less of it than there is (lean)
+    exact: functions that return full-precision weights, by name, for parameters stored in less precision (lean)
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class EmaWeights:
 
     @torch.no_grad()
     def update(self, optimizers: Collection[str]) -> None:
-        """Follow an update of these optimizers."""
+        """Update the averages after a step of these optimizers."""
         for each in self._all:
             if each.optimizer is None or each.optimizer in optimizers:
                 each.update(self.settings.decay_after(each.updates))
@@ -120,7 +120,10 @@ class EmaWeights:
 
     @contextlib.contextmanager
     def shown(self, follow: Callable[[], None]) -> Iterator[None]:
-        """For a while, the weights are their averages. ``follow``: lets copies of the weights elsewhere follow."""
+        """Set the weights to their averages within the context.
+
+        follow: callback that updates other copies of the weights, after they are set and after they are restored
+        """
         pairs = [(value, each.average[name]) for each in self._all for name, value in each.live.items()]
         with torch.no_grad():
             kept = [value.detach().clone(memory_format=torch.preserve_format) for value, _ in pairs]
@@ -136,11 +139,11 @@ class EmaWeights:
             follow()
 
     def tensors(self) -> dict[str, Tensor | Part]:
-        """Return the averages by name, each with its place in the whole, as they are kept."""
+        """Return the averages by name, as they are kept, each with its position in the whole tensor."""
         return {name: self._holdings.part(name, value) for name, value in self._named()}
 
     def as_weights(self) -> dict[str, Tensor | Part]:
-        """Return what the model would hold if its weights were their averages; parts of the same types."""
+        """Return the model's tensors with the averages in place of the weights, in the dtypes of the model."""
         found = self._holdings.tensors()
         for each in self._all:
             for name, value in each.average.items():
@@ -156,7 +159,10 @@ class EmaWeights:
 
     @torch.no_grad()
     def restore(self, stored: Stored) -> bool:
-        """Go on with the averages of a checkpoint, in whatever layout it was saved; without one, begin again here."""
+        """Load the averages of a checkpoint, saved in any layout; return False if it has none.
+
+        Averages that the checkpoint lacks start from the current weights.
+        """
         facts = stored.facts.get("ema")
         mine = self.tensors()
         names = [name for name in mine if facts is not None and f"ema.{name}" in stored]

@@ -1,1 +1,1 @@
-"""The parameter server: sparse tables for any int64 id, dense blocks, and the modes that bring updates together."""
+"""The parameter server: sparse tables for any int64 id, dense blocks, and the modes that apply updates."""

@@ -1,4 +1,4 @@
-"""The Plan: everything that decides writes one, everything that runs reads one."""
+"""The ``Plan`` of a job: strategy and planner create it, and the engine executes it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,14 +6,14 @@ if TYPE_CHECKING:
     from echelon.plan.build import make_plan
     from echelon.plan.plan import Bucket, Parameter, Plan
 
-#: The module of each name, imported when the name is asked for: commands that only draw a schedule need no torch.
+#: The module of each name, imported on first access, because commands that only draw a schedule need no torch.
 _MODULES = {
     "Bucket": "echelon.plan.plan",
     "Parameter": "echelon.plan.plan",
     "Plan": "echelon.plan.plan",
     "make_plan": "echelon.plan.build",
 }
-#: Names of the planner that this package had before ``echelon.planner`` was public.
+#: Planner names that this package had before ``echelon.planner`` was public; they are deprecated.
 _OF_PLANNER = ("Cluster", "Draft", "Prediction", "Profile", "bert", "gpt", "llama", "predict", "profile", "search")
 
 __all__ = ["Bucket", "Parameter", "Plan", "make_plan"]

@@ -1,4 +1,4 @@
-"""How large each axis of the mesh is: from the marks on a model, the cluster, and the number of ranks. Pure."""
+"""Sizes of the mesh axes, from the marks on a model, the cluster, and the number of ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from echelon.strategy.annotations.marks import Pipeline
 
 
 class NearestMeshShape(NamedTuple):
-    """The nearest shape of one copy of the model, where the one that was asked for does not fit the ranks."""
+    """The nearest shape of one copy of the model, if the requested shape does not fit the number of ranks."""
 
     stage: int
     split: int
-    asked: str  #: in words
+    asked: str  #: the requested shape, as text
 
 
 def find_axes(
     stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int
 ) -> dict[str, int]:
-    """Sizes of the axes. One copy of the model takes ``slice_size`` ranks; without a word about it, splits take all.
+    """Return the sizes of the axes. Raises ``UsageError`` if the ranks cannot be arranged so.
 
-    On one rank everything runs in one process: the same numbers, nothing cut.
+    One copy of the model takes ``slice_size`` ranks; if that is None, splits take all ranks. On one rank, nothing is
+    split or staged, and the numerical results are the same.
     """
     if ranks == 1:
         return {"replicate": 1}
@@ -42,10 +43,11 @@ def find_axes(
 def refit(
     stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int
 ) -> NearestMeshShape | None:
-    """The nearest shape where ``find_axes`` finds none for these ranks; None where it finds one.
+    """Return the nearest shape if ``find_axes`` finds none for these ranks; None if it finds one.
 
-    Every rank has a part. The size of splits is kept before the number of stages; where nobody said how large a split
-    is, it takes what the stages leave. A smaller split divides the asked one: what can be cut in 4 can be in 2.
+    The shape uses every rank. The split size is kept in preference to the number of stages; if ``slice_size`` is None,
+    the split takes the ranks that the stages leave. A smaller split size divides the requested one, because a layer
+    that can be cut in 4 can be cut in 2.
     """
     whole_slices = ranks == 1 or ranks % (slice_size or 1) == 0
     with contextlib.suppress(UsageError):
@@ -65,7 +67,7 @@ def refit(
 
 
 def _possible_places(stages: int, pipeline: Pipeline | None) -> list[int]:
-    """Numbers of ranks along the stage axis that the stages can be dealt out to, the largest first."""
+    """Return the possible numbers of ranks along the stage axis, the largest first."""
     if pipeline is None or pipeline.schedule != "interleaved":
         return list(range(stages, 0, -1))
     most = _stage_ranks(stages, pipeline, None)
@@ -99,7 +101,11 @@ def _split_ranks(along: int, splits: bool, size: int | None, ranks: int) -> int:
 
 
 def words(along: int, across: int) -> str:
-    """One copy of the model, in words."""
+    """Describe the shape of one copy of the model.
+
+    along:  ranks along the stage axis
+    across: ranks along the split axis
+    """
     parts = [f"{along} stages" if along > 1 else "", f"split over {across}" if across > 1 else ""]
     return " x ".join(part for part in parts if part) or "one whole model a rank"
 

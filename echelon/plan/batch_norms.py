@@ -1,4 +1,4 @@
-"""Modules that normalize by statistics of the batch: torch's batch norms, and forwards that call ``F.batch_norm``."""
+"""Detection of modules that use batch statistics: torch's batch norms, and forwards that call ``F.batch_norm``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from torch import nn
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
-#: A layer of these kinds that calls F.batch_norm standardizes its weight, which no other replica has part in.
+#: Layers of these classes that call F.batch_norm standardize their weight, which needs no statistics of other replicas.
 _WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
 _CALL = "batch_norm"
 
 
 def batch_norm_names(model: nn.Module) -> list[str]:
-    """Return the names of modules that normalize by statistics of the batch."""
+    """Return the names of modules that normalize by batch statistics."""
     return [name for name, module in model.named_modules() if isinstance(module, BatchNorm) or _normalizes(module)]
 
 
@@ -30,13 +30,13 @@ def _normalizes(module: nn.Module) -> bool:
 def calls_batch_norm(kind: type[nn.Module]) -> bool:
     """Return True if forward of this class, or a method or function that it calls by name, calls ``F.batch_norm``.
 
-    Read from the code, so that the plan knows it before anything runs, and all ranks alike. Calls that are made another
-    way (from a table of functions, say) are not found.
+    The result is read from the bytecode, so that the plan has it before anything runs, and all ranks agree. Other calls
+    (from a table of functions, say) are not found.
     """
     return _calls(kind, getattr(kind, "forward", None), set(), DEPTH)
 
 
-#: Calls inside calls that are followed; layers are seldom deeper, and helpers of libraries lead everywhere.
+#: Depth to which nested calls are followed; layers are rarely deeper, and library helpers would lead everywhere.
 DEPTH = 4
 
 
@@ -54,7 +54,7 @@ def _calls(kind: type[nn.Module], function: object, seen: set[CodeType], depth: 
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions and comprehensions inside it."""
+    """Yield a function's code object, and those of the functions and comprehensions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -62,7 +62,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names_the_call(code: CodeType) -> bool:
-    """Return True for ``F.batch_norm``, ``torch.batch_norm``, ``batch_norm``; not for ``self.batch_norm``, a layer."""
+    """Return True for ``F.batch_norm``, ``torch.batch_norm``, ``batch_norm``; not for the layer ``self.batch_norm``."""
     if _CALL not in code.co_names:
         return False
     before: Any = None

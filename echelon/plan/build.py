@@ -1,4 +1,4 @@
-"""Making a Plan from a model, its optimizers and a Strategy. Pure: no process group, no device is touched."""
+"""Construction of a ``Plan`` from a model, its optimizers and a ``Strategy``; uses no process group and no device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import Replicate, Split
 from echelon.strategy.combine import refuse_conflicts
 
-if TYPE_CHECKING:  # which goes by the mesh, and so imports this package
+if TYPE_CHECKING:
     from echelon.strategy.annotations.slices import Slices
 
 MEGABYTE = 2**20
@@ -51,10 +51,12 @@ def make_plan(
     cluster: Slices | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Spread the model as its marks say, over ``ranks``, and train it as the strategy says.
+    """Make the plan for training a marked model on ``ranks`` with a strategy.
 
-    mesh: sizes of the axes, where they have been decided already; else marks and cluster decide
-    Where parts of it are cut or staged, ``complete`` adds the buckets once it is known which.
+    If the model is split or staged, the plan has no buckets yet: ``complete`` adds them once the parts are known.
+
+    marks: marks on the model's modules; default None: unmarked
+    mesh:  sizes of the axes; default None: marks and cluster decide
     """
     marks = _with_default(model, marks or UNMARKED)
     refuse_conflicts(strategy, _implied(marks))
@@ -106,12 +108,12 @@ def complete(
     partial: Collection[str] = (),
     stages: StageTrace | None = None,
 ) -> Plan:
-    """The plan with its buckets.
+    """Return the plan with its buckets.
 
-    owned:   by optimizer, the parameters it trains
-    cut:     parameters of which each rank of the split axis holds a part
-    partial: parameters held whole, whose gradients are sums over the split axis too
-    stages:  what the recording found, in a pipeline
+    owned:   names of the parameters of each optimizer
+    cut:     parameters of which each rank of the split axis holds a shard
+    partial: full parameters whose gradients are also reduced over the split axis
+    stages:  recorded stages of a pipeline; default None
     """
     depth = plan.mesh.get("stage", 1)
 
@@ -126,13 +128,13 @@ def complete(
 
 
 def owned_names(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[str]]:
-    """By optimizer, the names of its parameters; one that is not in the model is refused."""
+    """Return the parameter names of each optimizer. Raises ``UsageError`` for a parameter outside of the model."""
     names = {id(value): name for name, value in model.named_parameters()}
     return {key: _owned_names(key, optimizer, names) for key, optimizer in optimizers.items()}
 
 
 def _shard(asked: Shard | None, replicas: int) -> Shard | None:
-    """One replica has nobody to share with; it can still move things to host memory."""
+    """Return the shard settings; None for one replica without offload, which has no other replica to shard over."""
     return asked if asked is not None and (replicas > 1 or asked.offload is not None) else None
 
 
@@ -141,7 +143,7 @@ def _implied(marks: ModelMarks) -> list[str]:
 
 
 def _with_default(model: nn.Module, marks: ModelMarks) -> ModelMarks:
-    """Where unmarked parts count as split: the top-most modules that can be, apart from what is marked otherwise."""
+    """Return marks that split the outermost splittable modules among the unmarked ones, if the default is ``Split``."""
     if not isinstance(marks.default, Split):
         return marks
     from echelon.parallel.tensor import why_not
@@ -163,7 +165,7 @@ def _with_default(model: nn.Module, marks: ModelMarks) -> ModelMarks:
 
 
 def _order(cluster: Slices | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:
-    if cluster is None or ranks == 1:  # one process runs everything, however it would be spread
+    if cluster is None or ranks == 1:  # one process runs everything
         return ()
     order = cluster.arrange(mesh.get("stage", 1) * mesh.get("split", 1), ranks, ranks_per_host)
     return () if order == tuple(range(ranks)) else order
@@ -190,7 +192,7 @@ def _shared_batch_norm(model: nn.Module, asked: bool | None, ranks: int, alone: 
 
 
 def sparse_names(model: nn.Module) -> set[str]:
-    """Parameters whose gradients arrive as sparse rows."""
+    """Return the names of parameters with sparse gradients."""
     weights = {
         id(module.weight)
         for module in model.modules()
@@ -209,14 +211,14 @@ def _parameter(name: str, value: nn.Parameter, sparse: bool) -> Parameter:
     )
 
 
-Home = tuple[tuple[int, ...], tuple[str, ...]]  # places along the stage axis, and axes to reduce over
+Home = tuple[tuple[int, ...], tuple[str, ...]]  # positions along the stage axis, and axes to reduce over
 
 
 def _all_buckets(plan: Plan, owned: Mapping[str, Collection[str]], home: Callable[[str], Home]) -> Iterable[Bucket]:
     specs = {spec.name: spec for spec in plan.model}
     for key, names in owned.items():
         trained = [name for name in specs if name in names and specs[name].trainable]
-        dense = [name for name in reversed(trained) if not specs[name].sparse]  # backward's order, nearly
+        dense = [name for name in reversed(trained) if not specs[name].sparse]  # approximately the order of backward
         for (places, axes), members in _grouped(dense, home).items():
             compressed = [name for name in members if plan.dgc and numel(specs[name]) >= plan.dgc.min_size]
             plain = [name for name in members if name not in compressed]
@@ -254,7 +256,10 @@ def _owned_names(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int,
 
 
 def _fill(order: list[str], specs: Mapping[str, Parameter], sizes: tuple[float, float]) -> Iterable[list[str]]:
-    """Cut ``order`` into buckets of one dtype and about the asked size; the first is small, to start early."""
+    """Cut ``order`` into buckets of one dtype and about the given sizes; the first is small, to start early.
+
+    sizes: MB of the first bucket, and of the others
+    """
     limit = sizes[0] * MEGABYTE
     bucket: list[str] = []
     filled = 0

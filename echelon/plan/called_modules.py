@@ -1,4 +1,4 @@
-"""Which modules are called, which only hold others, and which of them cannot be given another class."""
+"""Properties of modules: whether they are called or only hold others, and whether their class can be replaced."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from echelon.base.errors import UsageError
 
 
 def is_called(module: nn.Module) -> bool:
-    """A ModuleList or ModuleDict never is. The class of a scripted module has no forward, and it is."""
+    """Return True if the module can be called.
+
+    A ModuleList or ModuleDict cannot. A scripted module can, although its class has no forward.
+    """
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def why_fixed(name: str, module: nn.Module) -> str | None:
-    """Return why the module cannot be given a class with another forward, and the remedy; None if it can."""
+    """Return the reason why the module's class cannot be replaced by one with another forward, and the remedy.
+
+    The result is None if the class can be replaced.
+    """
     whose = f"'{name}'" if name else "the model"
     if isinstance(module, torch.jit.ScriptModule):
         return f"{whose} was compiled by torch.jit.script, which reads parameters past Python; build it without"
@@ -26,7 +32,7 @@ def why_fixed(name: str, module: nn.Module) -> str | None:
 
 
 def refuse_scripted(model: nn.Module) -> None:
-    """Raise where a module could not be recorded for a pipeline."""
+    """Raise ``UsageError`` if a module is scripted, because it cannot be recorded for a pipeline."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"pipeline: {why_fixed(name, module)}, or train it without stages")

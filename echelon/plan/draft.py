@@ -1,4 +1,7 @@
-"""Draft: what a search decides. With a model it becomes a Plan; with a Profile and a Cluster, a Prediction."""
+"""The ``Draft``: the decisions of a plan search.
+
+A ``Draft`` becomes a ``Plan`` with a model, and a ``Prediction`` with a ``Profile`` and a ``Cluster``.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,23 @@ Approximation = Literal["dgc", "localsgd"]
 
 @strict
 class Draft:
-    """One way to spread one step over devices. Equal drafts are equal plans.
+    """One way to distribute one step over devices. Equal drafts are equal plans.
 
     batch:          samples of the global batch
-    replicate, stage, split: sizes of the mesh's axes, from the outermost in, as in a Plan
+    replicate, stage, split: sizes of the mesh axes, the outermost first, as in a Plan
     chunks:         stages on each rank of the stage axis (interleaved: 2 or more)
     cuts:           index of the first unit of every stage but stage 0; () with one stage
-    micro_batches:  into how many parts each replica's share of the batch is cut; they run one after another
-    schedule:       of the pipeline; None without one
-    recompute:      for each stage, whether its units keep only what they receive; () is nowhere
-    shard:          0 to 3: what replicas share out
-    amp:            forward and loss in 16 bits
-    wire:           the 16-bit type that gradients travel in
-    approximate:    an exchange that changes the mathematics; only where the user allows it
-    shares:         relative sizes of the replicas' batches; () is even
-    widths:         relative widths of the split's parts; () is even
-    order:          ranks from the mesh's first place to its last, where they are not counted up
-    compile:        units are compiled
+    micro_batches:  number of micro-batches of each replica, which run one after another
+    schedule:       schedule of the pipeline; None without a pipeline
+    recompute:      per stage, True if its units keep only their inputs for backward; () for no recompute
+    shard:          sharding level over replicas, 0 to 3
+    amp:            16-bit dtype of forward and loss; None: no autocast
+    wire:           16-bit dtype in which gradients are sent; None: as they are
+    approximate:    gradient exchange that changes the mathematics; only if the user allows it
+    shares:         relative sizes of the replicas' batches; () for equal sizes
+    widths:         relative widths of the shards of split layers; () for equal widths
+    order:          ranks in the order of mesh positions; () for 0, 1, 2, ...
+    compile:        True if units are compiled
     """
 
     batch: int
@@ -68,14 +71,14 @@ class Draft:
 
     @property
     def micro_batch(self) -> float:
-        """Samples of one micro-batch, where shares are even."""
+        """The samples of one micro-batch, if shares are equal."""
         return self.batch / self.replicate / self.micro_batches
 
     def replaced(self, **changes: object) -> Draft:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """In words: ``replicate 4 x stage 2, 8 micro-batches (1f1b), recompute, shard 1``."""
+        """Return text such as ``replicate 4 x stage 2, 8 micro-batches (1f1b), recompute, shard 1``."""
         axes = [(name, getattr(self, name)) for name in ("replicate", "stage", "split")]
         mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one device"
         micros = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"

@@ -1,8 +1,8 @@
-"""What a module would return, without computing it: the same structure, with placeholders for tensors.
+"""Forward passes with fake tensors: the structure of a module's output without computing it.
 
-A placeholder is torch's FakeTensor: shape, type and device without contents. Operations on placeholders cost no memory
-and no arithmetic, and mix with real tensors. All placeholders of a process belong to one mode, because torch does not
-mix those of several.
+A placeholder is torch's ``FakeTensor``: shape, dtype and device without data. Operations on fake tensors cost no memory
+and no arithmetic, and accept real tensors too. All fake tensors of a process belong to one mode, because torch does not
+mix those of several modes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Context = contextlib.AbstractContextManager[Any]
 
 @functools.cache
 def placeholder_mode() -> FakeTensorMode:
-    """The one mode that all placeholders of this process belong to."""
+    """Return the one mode that all fake tensors of this process belong to."""
     return make_mode()
 
 
@@ -43,7 +43,7 @@ def is_placeholder(value: object) -> bool:
 
 
 def placeholder(like: Tensor) -> Tensor:
-    """A placeholder for such a tensor, with a storage of its own."""
+    """Return a fake tensor like the given one, with its own storage."""
     with _disable_current_modes(), placeholder_mode() as mode, torch.no_grad():
         if like.layout is not torch.strided:
             return mode.from_tensor(like)
@@ -51,7 +51,7 @@ def placeholder(like: Tensor) -> Tensor:
 
 
 def as_module_output(leaf: Tensor) -> Tensor:
-    """``leaf`` as a module would return it: with a gradient where it can have one, and free to be changed in place."""
+    """Return ``leaf`` like a module's output: it requires grad if its dtype allows, and may be changed in place."""
     if not torch.is_grad_enabled() or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
     with _disable_current_modes():
@@ -60,7 +60,7 @@ def as_module_output(leaf: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """The identity. What comes out is no leaf and no view, which torch would not let user code change in place."""
+    """The identity. Its result is neither a leaf nor a view, because torch forbids in-place changes of these."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -78,19 +78,21 @@ def fake_forward(
     watch: Callable[[], Context] = contextlib.nullcontext,
     stands_in: Callable[[Tensor, Tensor], None] = lambda original, stand_in: None,
 ) -> Any:
-    """What ``module(*args, **kwargs)`` returns, with placeholders for what it would compute. Leaves it as it was.
+    """Return the result of ``module(*args, **kwargs)`` with fake tensors. The module is left unchanged.
 
-    watch: a context that each attempt runs in. A module that looks at values or runs operations torch has no shape rule
-    for is computed after all, on zeros in place of placeholders; ``stands_in`` is told of each such pair.
+    A module that reads values or runs operations without a shape rule is computed with zeros in place of fake tensors.
+
+    watch:     returns a context for each attempt
+    stands_in: called with each fake tensor and the zeros that replace it
     """
     with undisturbed(module), _disable_current_modes():
         for part in module.modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                part.training = False  # the same shapes, also for a single row, whose statistics torch refuses
+                part.training = False  # shapes are the same, and torch refuses statistics of a single row in training
         try:
             with placeholder_mode(), watch():
                 return call_unintercepted(module, args, kwargs)
-        except Exception:  # its own mistakes it makes again, in the words its author knows
+        except Exception:  # an error of the module itself is raised again on zeros, with its usual message
             pass
         return _on_zeros(module, args, kwargs, watch, stands_in)
 
@@ -118,7 +120,7 @@ def _on_zeros(
 
 @contextlib.contextmanager
 def undisturbed(root: nn.Module) -> Iterator[None]:
-    """Afterwards every module's attributes, parameters and buffers are the objects they were before."""
+    """Restore every module's attributes, parameters and buffers to the same objects after the context."""
     kept = [
         (space, dict(space))
         for module in root.modules()
@@ -135,10 +137,12 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def allow_real_tensors() -> Iterator[None]:
-    """Placeholders meet real tensors in here. Torch then reads ``.grad`` of each, and hides the warning it gets for it,
-    but not from those who make warnings errors."""
+    """Suppress the warning about ``.grad`` of non-leaf tensors when fake tensors meet real tensors.
+
+    Torch reads ``.grad`` of each tensor and hides the warning, but not if a filter turns warnings into errors.
+    """
     if not any(action == "error" for action, *_ in warnings.filters):
-        yield  # as it is: with new filters, Python would show warnings again that it had shown once
+        yield  # filters stay unchanged: with new ones, Python would repeat warnings that it has already shown
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -147,7 +151,7 @@ def allow_real_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Afterwards the random numbers of torch and Python go on as if nothing had been drawn."""
+    """Restore the random number state of torch and Python after the context."""
     state = random.getstate()
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if started else []
@@ -160,10 +164,12 @@ def preserve_rng_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def side_effect_free(model: nn.Module, batch: Any) -> Iterator[Any]:
-    """Within it, a forward pass leaves nothing behind: no attribute, buffer or random number, and the batch (this one's
-    copy is given) as it was. Gradients are on, as in training."""
+    """Yield a copy of ``batch`` for a forward pass without side effects, with gradients enabled as in training.
+
+    Attributes, buffers and random number state are restored after the context.
+    """
     with undisturbed(model), preserve_rng_state(), allow_real_tensors(), torch.enable_grad():
-        copies: dict[int, Tensor] = {}  # one for each buffer, also of one that has several names
+        copies: dict[int, Tensor] = {}  # one copy per buffer, also if the buffer has several names
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -171,4 +177,4 @@ def side_effect_free(model: nn.Module, batch: Any) -> Iterator[Any]:
         try:
             yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         finally:
-            torch.clear_autocast_cache()  # of weights as placeholders
+            torch.clear_autocast_cache()  # it may hold fake copies of weights

@@ -1,4 +1,4 @@
-"""Shape rules for operations that torch has none for, or one that refuses what the kernels take."""
+"""Shape rules of fake tensors for operations for which torch has no rule, or one stricter than the kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_mode() -> FakeTensorMode:
-    """Return a mode of placeholders that go by the rules below; torch's own modes keep torch's."""
+    """Return a fake tensor mode that uses the rules below; other fake tensor modes keep torch's rules."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -36,7 +36,7 @@ def _register() -> None:
 
 
 def has_rule(func: Any) -> bool:
-    """Return True if shapes of the result follow from shapes of the operands, whatever torch's tags say."""
+    """Return True if a rule below gives the shapes of the result from those of the operands, despite torch's tags."""
     return func in _rules()
 
 
@@ -55,7 +55,11 @@ def _by_rule(rule: Callable[..., Any], mode: FakeTensorMode, func: Any, *args: A
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The second result is for backward alone; what its last dimension depends on is in the values of the lengths."""
+    """Return fake results of ``_ctc_loss``.
+
+    The second result is only for backward. Its last dimension depends on the values of the lengths; an upper bound is
+    used.
+    """
     steps, *batch, _ = log_probs.shape
     return log_probs.new_empty(batch), log_probs.new_empty([*batch, steps, 2 * targets.shape[-1] + 1])
 
@@ -67,7 +71,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Torch's rule takes bf16 alone; kernels take fp32 and fp16 as well."""
+    """Return a fake result of ``_grouped_mm``. Torch's rule accepts only bf16; kernels accept fp32 and fp16 too."""
     return torch.empty(_grouped_shape(a, b, offs), dtype=out_dtype or a.dtype, device=a.device)
 
 

@@ -1,7 +1,7 @@
-"""Listening to the calls of some modules: whoever listens may answer in the module's place.
+"""Interception of module calls: a listener may answer a call in place of the module.
 
-The module's class is changed, so names, weights and copies stay, and classes that others have derived before stay in
-force. A module nobody listens to, such as one that is recomputed during backward, behaves as ever.
+The module's class is replaced by a subclass, so names, weights and copies are kept, and earlier changes of the class
+stay in effect. Without a listener, as during recomputation in backward, the module behaves as usual.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 
-#: Given a module's name, the module and what it is called with; returns what the call returns.
+#: Gets a module's name, the module, and the arguments of the call; returns the result of the call.
 Listener = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Outside:
-    """A call outside ``intercept_module_calls``: made by the user, or by backward."""
+    """Marks calls outside of ``intercept_module_calls``: made by user code, or by backward."""
 
     def __call__(self, *_: Any) -> NoReturn:
         raise AssertionError("unreachable")
@@ -34,7 +34,10 @@ _NAME, _PLAIN, _STAGE = "_name_as_unit", "_class_as_no_unit", "_stage_elsewhere"
 
 @contextlib.contextmanager
 def intercept_module_calls(listener: Listener | None) -> Iterator[None]:
-    """Within this context and thread, ``listener`` answers calls of modules that have been made heard."""
+    """Let ``listener`` answer the calls of modules with call hooks, within this context and thread.
+
+    listener: answers calls; None: modules run themselves
+    """
     before = _listener.set(listener)
     try:
         yield
@@ -43,13 +46,13 @@ def intercept_module_calls(listener: Listener | None) -> Iterator[None]:
 
 
 def call_unintercepted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module with nobody listening to it or to what is inside it."""
+    """Call the module without interception of the module or its submodules."""
     with intercept_module_calls(None):
         return module(*args, **kwargs)
 
 
 def install_call_hooks(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
-    """Let calls of the named modules be heard. Returns the function that undoes it."""
+    """Make the calls of the named modules interceptable; return a function that undoes it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     changed: list[nn.Module] = []
     for name in names:
@@ -61,7 +64,7 @@ def install_call_hooks(model: nn.Module, names: Iterable[str]) -> Callable[[], N
 
     def undo() -> None:
         for module in changed:
-            if _PLAIN in type(module).__dict__:  # else somebody derived from it since; unheard, it does nothing
+            if _PLAIN in type(module).__dict__:  # else its class was replaced since; without a listener it is harmless
                 module.__class__ = type(module).__dict__[_PLAIN]
                 module.__dict__.pop(_NAME, None)
                 module.__dict__.pop(_STAGE, None)
@@ -70,7 +73,7 @@ def install_call_hooks(model: nn.Module, names: Iterable[str]) -> Callable[[], N
 
 
 def mark_remote_stage(module: nn.Module, stage: int) -> None:
-    """Let a call of the module outside of the engine be an error: its weights are on the ranks of ``stage``."""
+    """Make calls of the module outside of the engine an error: its weights are on the ranks of ``stage``."""
     module.__dict__[_STAGE] = stage
 
 
@@ -100,6 +103,6 @@ def _heard(kind: type[nn.Module]) -> type[nn.Module]:
         listener = _present(self)
         if listener is None:
             return kind.forward(self, *args, **kwargs)
-        return listener(self.__dict__[_NAME], self, args, kwargs)  # user code called forward() itself
+        return listener(self.__dict__[_NAME], self, args, kwargs)  # user code called forward() directly
 
     return type(f"Heard{kind.__name__}", (kind,), {"__call__": __call__, "forward": forward, _PLAIN: kind})

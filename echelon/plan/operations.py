@@ -1,4 +1,4 @@
-"""Seeing every operation of a forward pass: between units, inside one, and ways to values that are no operations."""
+"""Modes that observe every operation of a forward pass, between units and inside them, and every read of values."""
 
 from __future__ import annotations
 
@@ -20,30 +20,39 @@ Tensors = list[Tensor]
 
 
 class OperationObserver(Protocol):
-    """Who is told what."""
+    """Receives the operations of a forward pass."""
 
     def computed(self, results: Tensors, operands: Tensors, written: Tensors, draw: str | None) -> None:
-        """Between units: ``results`` were made from ``operands`` and, where ``draw`` names them, random numbers."""
+        """Record an operation between units.
+
+        results:  tensors that the operation returned
+        operands: tensors that it read
+        written:  operands that it changed in place
+        draw:     name of the operation if it draws random numbers, else None
+        """
 
     def used(self, unit: str, operands: Tensors, written: Tensors) -> None:
-        """A unit has read its ``operands`` and written to some."""
+        """Record that ``unit`` has read ``operands`` and changed ``written`` in place."""
 
     def looked(self, what: str, tensors: Tensors) -> None:
-        """Values, and not only shapes, of these tensors decide what happens next."""
+        """Record that the values, and not only the shapes, of ``tensors`` control what happens next.
+
+        what: name of the operation that reads the values
+        """
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, ``operation`` does every operation in torch's place."""
+    """A mode in which ``operation`` executes every torch operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else every operation would first go to the compiler, to hear that modes are not compiled
+        return False  # otherwise every operation would first go to the compiler, which skips it because of the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # half of all, and no operation
+        if func is torch.ops.prim.device.default:  # half of all calls, and not an operation
             return func(*args)
         return self.operation(func, args, kwargs or {})
 
@@ -52,17 +61,17 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InterUnitMode(OperationMode):  # type: ignore[no-untyped-call]
-    """Tells of each operation of glue."""
+    """Reports each operation between units."""
 
     def __init__(self, observer: OperationObserver) -> None:
         super().__init__()
         self._observer = observer
-        self._uniform: set[StorageWeakRef] = set()  # draws from [0, 1)
+        self._uniform: set[StorageWeakRef] = set()  # storages of random draws from [0, 1)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         operands = tensors_in((args, kwargs))
         if _is_certain(func, args) and storage_of(args[0]) in self._uniform:
-            operands = []  # whatever was drawn, the answer is the same
+            operands = []  # the result does not depend on the draw
         if _looks_at_values(func):
             args, looked_at = _with_positions(func, args, operands)
             self._observer.looked(_as_written(func), looked_at)
@@ -76,7 +85,7 @@ class InterUnitMode(OperationMode):  # type: ignore[no-untyped-call]
 
 
 class IntraUnitMode(OperationMode):  # type: ignore[no-untyped-call]
-    """Tells of each operation of one unit."""
+    """Reports each operation of one unit."""
 
     def __init__(self, observer: OperationObserver, unit: str) -> None:
         super().__init__()
@@ -88,7 +97,7 @@ class IntraUnitMode(OperationMode):  # type: ignore[no-untyped-call]
 
 
 class ValueReadMode(TorchFunctionMode):
-    """Tells when a tensor becomes Python or numpy values other than by an operation."""
+    """Reports each conversion of a tensor to Python or numpy values that is not a torch operation."""
 
     def __init__(self, observer: OperationObserver) -> None:
         super().__init__()
@@ -105,14 +114,16 @@ def tensors_in(value: Any) -> Tensors:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """Return what views of one memory share. Weak: it lets memory go, and yet no other storage gets the identity of one
-    that is gone."""
+    """Return a weak reference to the storage of a tensor, equal for all views of the storage.
+
+    The reference does not keep the memory alive, and no later storage gets the identity of a freed one.
+    """
     dense = tensor if tensor.layout is torch.strided else tensor._values()
     return StorageWeakRef(dense.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Tensors:
-    """The operands that the operation writes to."""
+    """Return the operands that the operation changes in place."""
     places = _written_places(func)
     return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in places]) if places else []
 
@@ -129,20 +140,20 @@ def _as_written(func: Any) -> str:
 
 @functools.cache
 def _looks_at_values(func: Any) -> bool:
-    """Whether values, and not only shapes, decide what comes out: placeholders cannot tell."""
+    """Return True if the result depends on values, not only on shapes, so that fake tensors cannot give it."""
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     return not has_rule(func) and any(tag in func.tags for tag in tags)
 
 
 @functools.cache
 def _draw(func: Any) -> str | None:
-    # Attention is tagged so with or without dropout; between units it has none, as a rule.
+    # Attention has this tag with or without dropout; between units it usually has no dropout.
     draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func._schema.name
     return str(func._schema.name) if draws else None
 
 
 _UNIFORM = (torch.ops.aten.rand.default, torch.ops.aten.rand_like.default)
-#: By comparison, those constants for which its answer for numbers of [0, 1) is the same whatever they are.
+#: By comparison: returns True for constants with which the comparison gives the same result for all numbers in [0, 1).
 _CERTAIN: dict[Any, Callable[[float], bool]] = {
     torch.ops.aten.lt.Scalar: lambda bound: bound <= 0 or bound >= 1,
     torch.ops.aten.ge.Scalar: lambda bound: bound <= 0 or bound >= 1,
@@ -152,14 +163,16 @@ _CERTAIN: dict[Any, Callable[[float], bool]] = {
 
 
 def _is_certain(func: Any, args: Any) -> bool:
-    """Return True if the draw does not matter, as where layerdrop compares it with a probability of 0."""
+    """Return True if the compared draw does not matter, as in layerdrop with a probability of 0."""
     certain = _CERTAIN.get(func)
     return certain is not None and isinstance(args[1], int | float) and certain(args[1])
 
 
 def _with_positions(func: Any, args: Any, operands: Tensors) -> tuple[Any, Tensors]:
-    """The arguments, and the tensors whose values are looked at. In ``h[mask]`` that is the mask alone; given as
-    positions, h may be a placeholder."""
+    """Return the arguments of an operation, and the tensors whose values it reads.
+
+    In ``h[mask]`` only the values of the mask are read; the mask becomes positions, so that h may be a fake tensor.
+    """
     if func is not torch.ops.aten.index.Tensor:
         return args, operands
     whole, indices, *rest = args

@@ -1,7 +1,8 @@
-"""Where to cut a model into stages when nobody has said so: which modules may be told apart, and how to share them out.
+"""Automatic partition of a model into pipeline stages: finds the units and balances them over the stages.
 
-A unit's cost is its arithmetic when a batch is at hand, counted without computing, and its number of parameters when
-not. Glue counts for the unit after it, which is where it runs; glue after the last unit for the last.
+The cost of a unit is its number of operations if a batch is given, counted with fake tensors, and otherwise its number
+of parameters. Operations between units count for the unit after them, whose stage runs them; operations after the last
+unit count for the last unit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from echelon.plan.segments import CONTAINERS, _blocks, _children, _kind
 
 
 def find_units(model: nn.Module) -> list[str]:
-    """The modules that a cut may be made between, as registered: blocks, and what else runs in their containers."""
+    """Return the names of modules between which the model may be cut, in the order of registration.
+
+    Units are blocks, and the other modules that run in the containers of blocks.
+    """
     return list(_units(model, "", leaves_in=(nn.Sequential,))) or list(_units(model, "", leaves_in=CONTAINERS))
 
 
@@ -41,7 +45,7 @@ def _units(module: nn.Module, prefix: str, leaves_in: tuple[type[nn.Module], ...
 
 
 def _holds_units(child: nn.Module, prefix: str, repeated: bool) -> bool:
-    """Whether the units are inside it: a container of blocks, or the one module in its place that has blocks."""
+    """Return True if the units are inside ``child``: a container of blocks, or an unrepeated module with blocks."""
     if isinstance(child, CONTAINERS):
         return any(any(inner.children()) for inner in child.children())
     return not repeated and any(_blocks(child, prefix))
@@ -54,9 +58,13 @@ def balance_stages(
     batch: Any = None,
     weights: tuple[float, ...] | None = None,
 ) -> dict[str, int]:
-    """Units -> stages, in order, so that the slowest stage is as quick as can be.
+    """Assign units to stages in order, so that the slowest stage is as fast as possible.
 
-    weights: relative speeds of the stages' devices
+    Raises ``UsageError`` if there are fewer units than stages.
+
+    call:    runs the forward and the loss on a batch; default None: costs are parameter counts
+    batch:   batch to count operations with; default None: costs are parameter counts
+    weights: relative speeds of the stages' devices; default None: equal
     """
     if weights is not None and len(weights) != stages:
         raise UsageError(f"{stages} stages, but weights for {len(weights)}; give one for each")
@@ -83,12 +91,12 @@ def balance_stages(
 
 
 def _share_out(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
-    """Where each stage ends: contiguous, none empty, the largest cost/speed as small as it can be."""
+    """Return the end of each stage: contiguous, none empty, with the smallest possible maximum of cost/speed."""
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
     count = len(costs)
-    best = [0.0, *[math.inf] * count]  # the first i units on the stages so far
+    best = [0.0, *[math.inf] * count]  # best[i]: smallest maximum for the first i units on the stages so far
     choices: list[list[int]] = []
     for speed in speeds:
         reached, choice = [math.inf] * (count + 1), [0] * (count + 1)
@@ -106,7 +114,7 @@ def _share_out(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
 
 
 def _parameter_counts(model: nn.Module, units: Sequence[str]) -> list[float]:
-    """Parameters of each unit; those registered outside count for the unit after them, or for the last."""
+    """Return the number of parameters of each unit; other parameters count for the unit after them, or for the last."""
     at = {name: place for place, name in enumerate(units)}
     counts = [0.0] * len(units)
     place = 0
@@ -130,7 +138,10 @@ def _prefixes(name: str) -> Iterator[str]:
 def count_operations(
     model: nn.Module, call: Callable[[Any], Any], batch: Any, units: Sequence[str]
 ) -> list[tuple[list[str], float]]:
-    """Units in the order of their calls, with their cost. Those that a later call binds together come together."""
+    """Return groups of units in the order of their calls, with the number of operations of each group.
+
+    If a unit is called several times, the units between its first and its last call are in one group.
+    """
     undo = install_call_hooks(model, units)
     try:
         with side_effect_free(model, batch) as copied:
@@ -176,7 +187,7 @@ class _UnitCostCounter:
 
 
 class _Operations(OperationMode):  # type: ignore[no-untyped-call]
-    """Counts multiplications and additions; of an operation that has no rule, one for each element it makes."""
+    """Counts FLOPs; an operation without a FLOP formula counts one for each element of its results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,5 +211,5 @@ def _rules() -> dict[Any, Callable[..., int]]:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Two products for each pair of positions; torch's own counter leaves this kernel out."""
+    """Return the FLOPs of CPU flash attention, which torch's FLOP counter does not know: two matrix products."""
     return 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * key.shape[-2] * value.shape[-1]

@@ -1,4 +1,4 @@
-"""Plan: how one model is spread over the devices of one job. Frozen, JSON, and comparable between ranks."""
+"""The ``Plan``: distribution of one model over the devices of one job; frozen, JSON, and comparable between ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.strategy.fastpath_choice import FastPathChoice
 
 @strict
 class Parameter:
-    """One parameter as every rank must have it."""
+    """The properties of one parameter, which must be equal on every rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,10 +30,10 @@ class Parameter:
 
 @strict
 class Bucket:
-    """Parameters whose gradients travel together, in the order in which backward is expected to finish them.
+    """Parameters whose gradients are reduced together, in the order in which backward is expected to finish them.
 
-    places: the ranks along the stage axis that hold them
-    axes:   the axes of the mesh along which ranks add theirs up
+    places: ranks along the stage axis that hold the parameters
+    axes:   mesh axes over which the gradients are reduced
     """
 
     optimizer: str
@@ -41,29 +41,28 @@ class Bucket:
     places: tuple[int, ...] = (0,)
     axes: tuple[str, ...] = ("replicate",)
     sparse: bool = False
-    compressed: bool = False  # once DGC has begun, only the largest entries travel
+    compressed: bool = False  # once DGC has begun, only the largest entries are sent
 
 
 @strict
 class Plan:
-    """What every rank does. Two ranks with equal hashes run the same collectives in the same order.
+    """The actions of all ranks. Two ranks with equal hashes run the same collectives in the same order.
 
-    mesh, order:    sizes of the axes (see base/mesh.py), and the ranks from its first place to its last where they are
-                    not simply counted up
+    mesh, order:    sizes of the axes (see base/mesh.py), and the ranks in the order of mesh positions; () for 0, 1, ...
     splits:         modules whose weights are cut over the split axis
-    spread:         ranks along the split axis have batches of their own; otherwise they share one
-    pipeline:       how micro-batches go through the stages
-    stages:         what each stage runs and needs; found with the first batch
-    shard:          what replicas share out
-    shares:         relative sizes of the replicas' batches, where they are not equal
-    ranks_per_host: how many ranks reduce among themselves before anything leaves the host; 1 when hosts do not matter
-    wire:           the 16-bit type that gradients (DGC: values, LocalSGD: changes of weights) travel in
-    recompute:      modules that are recomputed together in backward, one tuple a segment
+    spread:         True if ranks along the split axis have different batches; False if they share one
+    pipeline:       number of micro-batches and schedule of the pipeline; None without a pipeline
+    stages:         units and needs of each stage; found with the first batch
+    shard:          tensors that are sharded over replicas
+    shares:         relative sizes of the replicas' batches; () if they are equal
+    ranks_per_host: number of ranks that reduce within a host before communication between hosts; 1: hosts are ignored
+    wire:           16-bit dtype in which gradients (DGC: values, LocalSGD: weight changes) are sent; None: as they are
+    recompute:      modules that are recomputed together in backward, one tuple per segment
     chains:         sequences that are cut into segments by the first batch
-    lars, lamb:     the optimizer in place of the given one, and the parameters it leaves undecayed
-    local:          ranks step alone, and how they come together
-    lean:           weights in 16 bits with remainders, moments in 8, updated while backward runs
-    fast:           what makes a step quicker without being asked for
+    lars, lamb:     optimizer that replaces the given one; ``undecayed`` has the parameters without weight decay
+    local:          LocalSGD settings, if ranks step alone and average weights from time to time
+    lean:           16-bit weights with remainders and 8-bit moments, updated during backward
+    fast:           fast paths that were chosen automatically
     """
 
     mesh: dict[str, int]
@@ -100,12 +99,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Devices the plan needs: the product of the mesh's axes."""
+        """The number of devices that the plan needs: the product of the mesh axes."""
         return math.prod(self.mesh.values())
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks hold different parts of the model's own computation: some layers are cut, or it is staged."""
+        """True if ranks compute different parts of the model: layers are split, or there are pipeline stages."""
         return self.mesh.get("stage", 1) * self.mesh.get("split", 1) > 1
 
     @property
@@ -115,7 +114,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """How many different batches make up a global batch."""
+        """The number of different batches that make up a global batch."""
         return self.mesh["replicate"] * (self.mesh.get("split", 1) if self.spread else 1)
 
     @property
@@ -133,7 +132,7 @@ class Plan:
             raise UsageError(f"this is not a plan: {error}; write one with Plan.to_json()") from None
 
     def describe(self) -> str:
-        """The plan in a few lines for people."""
+        """Return a readable summary of the plan in a few lines."""
         trained = [p for p in self.model if p.trainable]
         count = sum(numel(p) for p in self.model)
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
@@ -151,7 +150,7 @@ class Plan:
         if self.local:
             return f"weights: averaged over replicas now and then{wire}"
         op = "sum" if self.reduce_op == "sum" else "mean"
-        if not self.buckets:  # they follow from what each rank holds, which stages and splits decide later
+        if not self.buckets:  # buckets depend on the tensors of each rank, which stages and splits decide later
             return f"gradients: {op} over replicas{wire}" if self.replicas > 1 else None
         return (
             f"gradients: {op} over replicas, {_count(len(self.buckets), 'bucket')} on "
@@ -182,7 +181,10 @@ class Plan:
 
 
 def first_difference(mine: Any, theirs: Any, path: str = "plan") -> str | None:
-    """Where two plans (as JSON values) part, in words: ``model[3] fc.weight shape: [10, 64] against [10, 32]``."""
+    """Return the first difference of two plans (as JSON values) as text; None if they are equal.
+
+    Example: ``model[3] fc.weight shape: [10, 64] against [10, 32]``.
+    """
     if type(mine) is type(theirs) and isinstance(mine, dict):
         for key in sorted(mine.keys() | theirs.keys()):
             label = mine.get("name", "") if isinstance(mine.get("name"), str) else ""

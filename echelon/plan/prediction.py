@@ -1,4 +1,4 @@
-"""What is foretold of a Draft: how long a step takes and where the time goes, and what every device holds."""
+"""The prediction for a ``Draft``: the time of a step by cause, and the memory of every device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from echelon.plan.simulate import Event
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes on one device, at the moment when they are most.
+    """Bytes on one device, at the time of the peak.
 
-    activations: kept for backward, of all micro-batches in flight
-    transient:   what computing needs on top for a moment: temporaries, whole gradients, gathered parameters, logits
+    activations: tensors kept for backward, of all micro-batches in flight
+    transient:   short-lived tensors: temporaries, full gradients, gathered parameters, logits
     exchange:    buckets and messages
+    limit:       memory of the device; 0 if unknown
     """
 
     parameters: float
@@ -35,26 +36,29 @@ class PredictedMemory:
         return not self.limit or self.total <= self.limit
 
 
-#: The parts a step's seconds are divided into, in the order they are shown.
+#: The parts of a step's seconds, in display order.
 PARTS = (
     "compute",  # forward and backward of the busiest rank
     "recompute",
     "bubble",
-    "split",  # exposed: messages inside layers
-    "pipeline",  # exposed: between stages
-    "gradients",  # exposed: sums over replicas
-    "parameters",  # exposed: gathering shards
-    "batch norm",  # exposed: statistics over replicas
+    "split",  # exposed communication inside split layers
+    "pipeline",  # exposed communication between stages
+    "gradients",  # exposed reduction over replicas
+    "parameters",  # exposed all-gather of shards
+    "batch norm",  # exposed reduction of statistics over replicas
     "update",
-    "host",  # what the machine spends outside of the model: Python, loading, the loss
+    "host",  # time of the host outside of the model: Python, data loading, the loss
 )
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """seconds: of one step; parts: the same by cause (see PARTS), adding up to it.
-    memory:  one for each rank along the stage axis (the fullest device where the ranks of a stage differ)
-    events:  the pipeline's timeline, for a picture; empty where one was not asked for
+    """The predicted time and memory of one step.
+
+    seconds: seconds of one step
+    parts:   the same seconds by cause (see ``PARTS``); they add up to ``seconds``
+    memory:  one entry per rank along the stage axis (the fullest device if the ranks of a stage differ)
+    events:  the pipeline's timeline, for a figure; empty if it was not requested
     """
 
     seconds: float
@@ -68,5 +72,5 @@ class Prediction:
 
     @property
     def fullest(self) -> PredictedMemory:
-        """Of the device that is nearest to its limit."""
+        """The memory of the device that is nearest to its limit."""
         return max(self.memory, key=lambda memory: memory.total / (memory.limit or 1.0))

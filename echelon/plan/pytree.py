@@ -1,7 +1,7 @@
-"""Taking any value apart into leaves and putting it together again: torch's pytrees, and dataclasses and dicts besides.
+"""Flattening of values into leaves, and back: torch's pytrees, extended by dataclasses and subclasses of dict.
 
-What modules hand to each other is seldom one tensor. Torch's pytree knows tuples, lists, dicts and what was registered
-with it; a dataclass or a dict of one's own class is a leaf to it, with tensors nobody sees.
+Modules seldom pass a single tensor to each other. Torch's pytree knows tuples, lists, dicts and registered classes; an
+unregistered dataclass or dict subclass is a leaf to torch, which hides the tensors inside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ _ALONE = str(tree_flatten(None)[1])
 
 @dataclasses.dataclass(frozen=True)
 class FlattenedTree:
-    """A value's leaves in a fixed order, what it looks like without them, and the way back."""
+    """A flattened value.
+
+    leaves:   leaves in a fixed order
+    pattern:  text that identifies the structure without the leaves
+    together: rebuilds a value from leaves
+    """
 
     leaves: list[Any]
     pattern: str
@@ -27,7 +32,7 @@ class FlattenedTree:
 
 
 def take_apart(value: Any) -> FlattenedTree:
-    """``value`` as leaves. ``None`` is a leaf, as for torch."""
+    """Flatten ``value``. ``None`` is a leaf, as for torch."""
     if isinstance(value, Tensor):
         return FlattenedTree([value], _ALONE, _only)
     outer, structure = tree_flatten(value)
@@ -42,30 +47,30 @@ def take_apart(value: Any) -> FlattenedTree:
 
 
 def replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
-    """``value`` with every tensor in it replaced."""
+    """Return ``value`` with every tensor in it replaced by ``replace(tensor)``."""
     parts = take_apart(value)
     return parts.together(replace(leaf) if isinstance(leaf, Tensor) else leaf for leaf in parts.leaves)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in ``value``."""
+    """Return all tensors in ``value``."""
     return [leaf for leaf in take_apart(value).leaves if isinstance(leaf, Tensor)]
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Whether an object that cannot be taken apart has tensors among its attributes."""
+    """Return True if an object that cannot be flattened has tensors among its attributes."""
     return not isinstance(leaf, Tensor | type) and hasattr(leaf, "__dict__") and bool(tensors_of(vars(leaf)))
 
 
 def _open(leaf: Any) -> FlattenedTree:
-    """A dataclass or a dict of a class of its own as the leaves in it; anything else as itself."""
+    """Flatten a dataclass or dict subclass; return any other value as a single leaf."""
     if isinstance(leaf, Tensor | type):
         return _closed(leaf)
     names = [field.name for field in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
     keys = list(leaf) if isinstance(leaf, dict) else []
     if not names and not keys:
         return _closed(leaf)
-    # An object like transformers' ModelOutput is both, with each entry twice: as a field and as an item.
+    # An object like transformers' ModelOutput is both, and has each entry twice: as a field and as an item.
     single = [name for name in names if name not in keys and hasattr(leaf, name)]
     content = take_apart([*(leaf[key] for key in keys), *(getattr(leaf, name) for name in single)])
 

@@ -1,4 +1,4 @@
-"""How many bytes a forward pass keeps for backward: counted as it runs, or foretold without running it."""
+"""Bytes that a forward pass saves for backward, counted during the pass or predicted with fake tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from echelon.plan.segments import Segments
 
 
 class SavedBytes:
-    """Within this context, counts what autograd keeps for backward: each storage once, ``persistent`` tensors never.
+    """Counts the bytes that autograd saves for backward within this context, each storage once.
 
-    keep: what is kept in place of a tensor. By default the tensor, so that backward can run; ``forget`` keeps nothing.
+    persistent: tensors that are not counted
+    keep:       returns the tensor to save; default: the tensor itself, so that backward can run; ``forget``: nothing
     """
 
     def __init__(self, persistent: Iterable[Tensor], keep: Callable[[Tensor], Tensor | None] = Tensor.detach) -> None:
-        # Weak references: they free the memory, and yet no other storage gets the identity of one that is gone.
+        # Weak references do not keep the memory alive, and no later storage gets the identity of a freed one.
         self._persistent = {_identity(tensor) for tensor in persistent}
         self._found: dict[StorageWeakRef, int] = {}
         self._keep = keep
@@ -48,15 +49,19 @@ class SavedBytes:
 
 
 def forget(_: Tensor) -> None:
-    """For a pass that is only measured: its graph keeps nothing."""
+    """Save nothing for backward, for a pass that is only measured."""
 
 
 def activation_bytes(
     model: nn.Module, sample: tuple[Any, ...] | dict[str, Any], segments: Segments = (), chains: tuple[str, ...] = ()
 ) -> int:
-    """The bytes one training forward of ``model`` on ``sample`` keeps for backward, recomputing what is given.
+    """Return the bytes that one training forward of ``model`` on ``sample`` saves for backward.
 
-    Nothing is computed or allocated, and the model is left as it is. Under ``torch.autocast`` the answer is for that.
+    Nothing is computed or allocated, and the model is left unchanged. Under ``torch.autocast`` the result is for
+    autocast. Raises ``UsageError`` if the model cannot be copied.
+
+    segments: modules that are recomputed together, one tuple per segment
+    chains:   sequences that are cut into recomputed segments
     """
     from echelon.parallel.activation_checkpoint import apply_recompute  # parallel/ builds on plan/, so not at import
 
@@ -71,7 +76,7 @@ def activation_bytes(
 
 
 def _shadow(model: nn.Module, fake: Any) -> nn.Module:
-    """A copy of the model whose tensors have shapes but no contents."""
+    """Return a copy of the model with fake tensors."""
     from torch._subclasses.fake_tensor import FakeCopyMode
 
     try:

@@ -1,7 +1,7 @@
-"""plan.json: a Draft with all that running it elsewhere takes: which modules are units, what is split, of which model.
+"""The file plan.json: a ``Draft`` with the units, splits and model that are needed to run it elsewhere.
 
-``echelon plan --save`` writes one, ``echelon run --plan`` and ``distribute(plan=...)`` read it. It is data: nothing in
-it is ever run. Between the ranks of a job the same text carries what rank 0 has found.
+``echelon plan --save`` writes it, ``echelon run --plan`` and ``distribute(plan=...)`` read it. The file is data:
+nothing in it is executed. Within a job, rank 0 sends its plan to the other ranks in the same format.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 KIND, VERSION = "plan", 1
-#: A timeline of more actions than this is no picture any more.
+#: Largest number of actions of a saved timeline; a longer one cannot be drawn.
 MOST_EVENTS = 2000
 
 
 @strict
 class SavedPrediction:
-    """What was foretold when the plan was made.
+    """The prediction made together with the plan.
 
-    seconds, parts: of one step, and the same by cause
-    memory:         bytes on a device, one figure for each place along the stage axis
-    limit:          bytes a device has; 0 where that is not known
-    kinds:          the same bytes by kind, as far as known
-    events:         the pipeline's timeline: rank, kind, micro-batch, stage, begin, end; () where it is too long
-    flops:          of one step on all devices, nothing that is recomputed counted; 0 where that is not known
+    seconds, parts: seconds of one step, and the same by cause
+    memory:         bytes on a device, for each position along the stage axis
+    limit:          memory of a device in bytes; 0 if unknown
+    kinds:          the bytes of ``memory`` by kind, as far as known
+    events:         the pipeline's timeline: rank, kind, micro-batch, stage, begin, end; () if it is too long
+    flops:          FLOPs of one step on all devices, without recomputation; 0 if unknown
     """
 
     seconds: float
@@ -68,13 +68,13 @@ def _by_kind(memory: PredictedMemory) -> dict[str, float]:
 class SavedPlan:
     """A plan that can be run.
 
-    units:      the modules of every unit of the model, in the order in which they run; a Draft's cuts count these
-    splits:     the modules whose weights the split axis cuts, and how
-    model:      names and shapes of its parameters; () for a model that was only described
-    name:       of the model
-    cluster:    the machines it was made for, as ``Cluster.parse`` reads them
-    created_by: the version that wrote it
-    made_from:  what ``echelon plan`` was asked, to explain the plan anew; empty where something else made it
+    units:      modules of every unit of the model, in execution order; the cuts of the draft are indices of units
+    splits:     modules whose weights are cut over the split axis, and how
+    model:      names and shapes of the model's parameters; empty for a model that was only described
+    name:       name of the model
+    cluster:    machines that the plan was made for, in the format of ``Cluster.parse``
+    created_by: version that wrote the plan
+    made_from:  options of ``echelon plan``, to explain the plan again; empty if the plan was made otherwise
     """
 
     draft: Draft
@@ -122,7 +122,7 @@ class SavedPlan:
             raise UsageError(f"plan '{path}': {error}") from None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise, with the first difference, where ``model`` is not the one that the plan was made for."""
+        """Raise ``UsageError`` with the first difference if the plan was made for another model."""
         if not self.model:
             raise UsageError("the plan was made for a model that was only described; make it from the model itself")
         mine = shapes_of(model)

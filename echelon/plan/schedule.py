@@ -1,9 +1,9 @@
-"""Schedules as data: what every rank of a pipeline does, in which order. The loop runs them, the simulator times them.
+"""Pipeline schedules as data: the ordered actions of every rank, which the runner executes and the simulator times.
 
 gpipe        all forwards, then all backwards                            (Huang et al. 2019)
 1f1b         one forward, one backward, with few micro-batches in flight (Narayanan et al. 2019, PipeDream-Flush)
-interleaved  1f1b with several stages a rank, for a smaller bubble       (Narayanan et al. 2021)
-zero-bubble  1f1b with the weights' gradients put where a rank would idle (Qi et al. 2023, ZB-H1)
+interleaved  1f1b with several stages per rank, for a smaller bubble     (Narayanan et al. 2021)
+zero-bubble  1f1b with weight gradients where a rank would be idle       (Qi et al. 2023, ZB-H1)
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """F: forward. B: whole backward. I: backward for what came in only, and W: the weights' part of it."""
+    """One action of a rank.
+
+    kind:  F: forward; B: full backward; I: backward for the inputs only; W: backward for the weights only
+    micro: micro-batch
+    stage: stage
+    """
 
     kind: Kind
     micro: int
     stage: int
 
 
-Schedule = tuple[tuple[Action, ...], ...]  #: one tuple a pipeline rank
+Schedule = tuple[tuple[Action, ...], ...]  #: one tuple per pipeline rank
 
 
 def make_schedule(name: ScheduleName, stages: int, ranks: int, micro_batches: int) -> Schedule:
-    """What each of ``ranks`` does for ``micro_batches``. Stage s lives on rank s % ranks."""
+    """Return the actions of each of ``ranks`` for ``micro_batches``. Stage s is on rank s % ranks.
+
+    Raises ``UsageError`` if the schedule does not exist or does not fit the numbers of stages and ranks.
+    """
     _check_name(name)
     _check_counts(stages, ranks, micro_batches)
     if name == "interleaved":
@@ -41,21 +49,21 @@ def make_schedule(name: ScheduleName, stages: int, ranks: int, micro_batches: in
 
 
 def rank_actions(name: ScheduleName, stages: int, ranks: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
-    """What one rank of such a schedule does."""
+    """Return the actions of one rank of a schedule."""
     if name == "interleaved":
         return _interleaved(rank, ranks, stages // ranks, micro_batches)
     return tuple(_ONE_STAGE[name](rank, ranks, micro_batches))
 
 
 def forward_only(stages: int, ranks: int, micro_batches: int) -> Schedule:
-    """For evaluation: every micro-batch through every stage."""
+    """Return a schedule for evaluation: every micro-batch runs forward through every stage."""
     _check_counts(stages, ranks, micro_batches)
     _check_whole_rounds("a forward pass", stages, ranks)
     groups = _groups(micro_batches, ranks)
     return tuple(tuple(_forwards(rank, ranks, stages // ranks, groups)) for rank in range(ranks))
 
 
-# ---- one stage a rank ----
+# ---- one stage per rank ----
 
 
 def _gpipe(stage: int, stages: int, micros: int) -> Iterator[Action]:
@@ -70,9 +78,10 @@ def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Iterator[
 
 
 def _zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Action]:
-    """1f1b in I's. From the I on where 1f1b would begin to leave gaps, a W follows each; what is left comes at the end.
+    """Yield 1f1b with I in place of B, and W's in its gaps.
 
-    A rank so has as many micro-batches open as the first rank of 1f1b, waiting for W where that one waits for B.
+    From the I on where 1f1b would begin to leave gaps, a W follows each I; the remaining W's come at the end. Every
+    rank thus has as many micro-batches in flight as the first rank of 1f1b.
     """
     weights = (Action("W", micro, stage) for micro in range(micros))
     for action in _one_forward_one_backward(stage, stages, micros):
@@ -93,7 +102,7 @@ _ONE_STAGE: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
 
 
 def _warm_then_alternate(warm_up: int, forwards: Iterable[Action], backwards: Iterable[Action]) -> Iterator[Action]:
-    """``warm_up`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yield ``warm_up`` forwards, then forwards and backwards in turn, then the remaining backwards."""
     forwards, backwards = iter(forwards), iter(backwards)
     yield from itertools.islice(forwards, warm_up)
     for forward in forwards:
@@ -102,11 +111,14 @@ def _warm_then_alternate(warm_up: int, forwards: Iterable[Action], backwards: It
     yield from backwards
 
 
-# ---- several stages a rank ----
+# ---- several stages per rank ----
 
 
 def _interleaved(rank: int, ranks: int, chunks: int, micros: int) -> tuple[Action, ...]:
-    """A group of micro-batches goes through all of a rank's stages ("chunks") before the next group begins."""
+    """Return the actions of one rank with several stages ("chunks").
+
+    A group of micro-batches passes all chunks of a rank before the next group begins.
+    """
     groups = _groups(micros, ranks)
     warm_up = (chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank)
     backwards = (
@@ -123,15 +135,17 @@ def _forwards(rank: int, ranks: int, chunks: int, groups: list[range]) -> Iterat
 
 
 def _groups(micros: int, ranks: int) -> list[range]:
-    """Micro-batches in groups of as many as there are ranks; where that leaves a rest, in larger ones of nearly equal
-    size: a group smaller than ``ranks`` would leave ranks idle in the middle."""
+    """Return groups of ``ranks`` micro-batches, or larger groups of nearly equal size if that leaves a remainder.
+
+    A group of fewer than ``ranks`` micro-batches would leave ranks idle in the middle of the schedule.
+    """
     count = max(1, micros // ranks)
     size, larger = divmod(micros, count)
     ends = list(itertools.accumulate(size + (group < larger) for group in range(count)))
     return [range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-# ---- what cannot be ----
+# ---- checks ----
 
 
 def _check_name(name: str) -> None:

@@ -1,8 +1,9 @@
-"""Which modules are recomputed in backward instead of kept: a decision about names. Pure: no device, no process group.
+"""Selection of the modules to recompute in backward, by name. Pure: no device, no process group.
 
-A segment is the names of modules that run one after another and are recomputed together; of a segment only the input
-is kept. Chains are long ``nn.Sequential``s without repeated blocks: where to cut them depends on how many bytes each
-child keeps, which only a batch can tell, so they are named here and cut by ``cut_chain`` once that is known.
+A segment is a tuple of names of modules that run one after another and are recomputed together; only the input of a
+segment is kept. Chains are long ``nn.Sequential`` modules without repeated blocks. The cuts of a chain depend on the
+bytes that each child saves, which are known only with a batch: ``find_chains`` names the chains, and ``cut_chain`` cuts
+them later.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from echelon.plan.called_modules import is_called
 Segments = tuple[tuple[str, ...], ...]
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-LONG = 4  # children from which on a chain is cut: two segments of two
+LONG = 4  # smallest number of children of a chain that is cut: two segments of two
 
 
 def find_segments(model: nn.Module, checkpoints: Literal["auto"] | tuple[str, ...]) -> Segments:
-    """The segments for the named modules (or patterns), or for every repeated block.
+    """Return the segments for the named modules (or patterns), or for every repeated block.
 
-    A named child of an ``nn.Sequential`` is a point whose output is kept: its segment is all children since the point
-    before. A named module anywhere else is a segment of its own. Of nested names the outer one counts.
+    A named child of an ``nn.Sequential`` is a point whose output is kept: its segment has all children since the
+    previous point. A named module anywhere else is a segment of its own. Of nested names, only the outer one counts.
+    Raises ``UsageError`` if nothing is found.
     """
     if checkpoints != "auto":
         return tuple(_between_points(model, "", _matched(model, checkpoints)))
@@ -43,20 +45,23 @@ def find_segments(model: nn.Module, checkpoints: Literal["auto"] | tuple[str, ..
 
 
 def find_chains(model: nn.Module) -> tuple[str, ...]:
-    """Sequentials to be cut by the bytes their children keep; none where ``find_segments`` found blocks."""
+    """Return the chains to cut by the bytes that their children save; none if the model has repeated blocks."""
     return () if any(_blocks(model, "")) else tuple(_chains(model, ""))
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Outermost modules that are repeated within a container."""
+    """Return the names of the outermost modules that are repeated within a container."""
     return list(_blocks(model, ""))
 
 
 def cut_chain(kept: Sequence[int], in_place: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """Cut a chain whose children keep so many bytes into about sqrt(n) segments ``(first, end)``.
+    """Cut a chain into about sqrt(n) segments ``(first, end)`` whose largest is as small as possible.
 
-    The largest segment is as small as it can be. No segment begins with a child that changes its input in place: the
-    input could not be kept. Such children at the very beginning belong to no segment.
+    No segment begins with a child that changes its input in place, because the input could not be kept. Such children
+    at the beginning of the chain belong to no segment.
+
+    kept:     bytes that each child saves for backward
+    in_place: True for each child that changes its input in place
     """
     starts = [i for i, changes_input in enumerate(in_place) if not changes_input]
     if not starts:
@@ -68,7 +73,7 @@ def cut_chain(kept: Sequence[int], in_place: Sequence[bool]) -> tuple[tuple[int,
 
 
 def balance(weights: Sequence[int], parts: int) -> tuple[tuple[int, int], ...]:
-    """``weights`` in ``parts`` contiguous, non-empty ranges ``(first, end)`` with the smallest possible largest sum."""
+    """Divide ``weights`` into ``parts`` contiguous, non-empty ranges ``(first, end)`` with the smallest maximal sum."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -80,7 +85,7 @@ def balance(weights: Sequence[int], parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def _fill(weights: Sequence[int], limit: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Ranges as long as ``limit`` allows, but short enough that at least ``parts`` come out."""
+    """Return ranges that are as long as ``limit`` allows, but short enough to make at least ``parts`` ranges."""
     cuts: list[tuple[int, int]] = []
     first = total = 0
     for i, weight in enumerate(weights):
@@ -93,7 +98,7 @@ def _fill(weights: Sequence[int], limit: int, parts: int) -> tuple[tuple[int, in
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether the module does nothing but run its children in turn."""
+    """Return True if the module does nothing but run its children one after another."""
     return isinstance(module, nn.Sequential) and inspect.unwrap(type(module).forward) is nn.Sequential.forward
 
 
@@ -140,7 +145,10 @@ def _between_points(module: nn.Module, prefix: str, points: set[str]) -> Iterato
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Outermost modules that are repeated within a container. Of stages made of blocks, the blocks."""
+    """Yield the names of the outermost modules that are repeated within a container.
+
+    If the repeated modules are containers of blocks, the blocks are yielded instead.
+    """
     children = list(_children(module, prefix))
     repeated = Counter(_kind(child) for _, child in children if any(child.children()))
     for name, child in children:
@@ -153,21 +161,21 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Two bare containers are of one kind only when what they hold is."""
+    """Return a key that is equal for modules of one class; containers must also hold children of equal kinds."""
     if isinstance(module, CONTAINERS):
         return type(module), tuple(_kind(child) for child in module.children())
     return type(module)
 
 
 def _chains(module: nn.Module, prefix: str) -> list[str]:
-    """Outermost long chains."""
+    """Return the names of the outermost long chains."""
     if is_chain(module) and len(module._modules) >= LONG:
         return [prefix.removesuffix(".")]
     return [chain for name, child in _children(module, prefix) for chain in _chains(child, f"{name}.")]
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    # named_children() would leave out the second use of a shared child, a ReLU in a Sequential for instance.
+    # named_children() would leave out the second use of a shared child, such as a ReLU in a Sequential.
     return ((f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None)
 
 

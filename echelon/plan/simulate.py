@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it holds: every action of every rank, event by event, without running anything."""
+"""Simulation of a pipeline schedule: time and memory of every action of every rank, without running anything."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from echelon.base.errors import EchelonError
 from echelon.plan.schedule import Action, Kind
 
-Edge = tuple[int, int]  #: from the stage that makes a tensor to the stage that needs it
+Edge = tuple[int, int]  #: (stage that computes a tensor, stage that needs it)
 
 
 class Event(NamedTuple):
-    """One action as it happened."""
+    """One action with its begin and end, in seconds."""
 
     rank: int
     action: Action
@@ -25,16 +25,18 @@ class Event(NamedTuple):
 
 
 class Deadlock(EchelonError):
-    """A schedule in which ranks wait for each other for ever."""
+    """Raised for a schedule in which ranks wait for each other forever."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """makespan: from the first action's begin to the last one's end.
-    ends:     when each rank has done its last.
-    busy:     each rank's time in actions.
-    peak:     the most each rank holds at once: activations of one stage for one micro-batch, or what ``held`` says.
-    events:   the timeline, in order of beginning.
+    """The timing of a schedule.
+
+    makespan: seconds from the begin of the first action to the end of the last one
+    ends:     end of each rank's last action
+    busy:     seconds that each rank spends in actions
+    peak:     most that each rank holds at once, in units of ``held``; by default, micro-batches of one stage
+    events:   all actions, in order of their begin
     """
 
     makespan: float
@@ -44,7 +46,7 @@ class Simulation:
     events: tuple[Event, ...]
 
     def bubble(self) -> float:
-        """How long the busiest rank is idle."""
+        """Return the seconds for which the busiest rank is idle."""
         return self.makespan - max(self.busy)
 
 
@@ -54,12 +56,12 @@ def simulate(
     edges: Mapping[Edge, float] | None = None,
     held: Mapping[tuple[Kind, int], float] | None = None,
 ) -> Simulation:
-    """Time ``schedule``.
+    """Simulate ``schedule``. Raises ``Deadlock`` if the schedule never ends.
 
-    durations: how long an action of (kind, stage) takes.
-    edges:     how long a transfer from stage to stage takes, there or back; between stages of one rank it takes none.
-               None: each stage sends to the next, in no time. Transfers overlap with computing and with each other.
-    held:      what is held from F on, by ("F", stage), and between I and W, by ("I", stage); 1 where it says nothing.
+    durations: seconds of an action of (kind, stage)
+    edges:     seconds of a transfer between two stages, in either direction; 0 between stages of one rank. Transfers
+               overlap with computation and with each other. Default None: each stage sends to the next, in no time.
+    held:      memory held from F to B or I, by ("F", stage), and from I to W, by ("I", stage); default 1
     """
     run = _Run(schedule, durations, edges, held or {})
     ready = list(range(len(schedule)))
@@ -71,7 +73,7 @@ def simulate(
     return Simulation(makespan, ends, tuple(run.busy), tuple(run.peak), tuple(run.events))
 
 
-_Key = tuple[Kind, int, int]  # an Action, or a plain tuple equal to it, which is quicker to make
+_Key = tuple[Kind, int, int]  # an Action, or an equal plain tuple, which is faster to create
 
 
 @dataclass
@@ -93,7 +95,7 @@ class _Run:
         self.gains = {key: self._gains(*key) for key in kinds}
 
     def _needs(self, kinds: set[tuple[Kind, int]]) -> dict[tuple[Kind, int], list[tuple[Kind, int, float]]]:
-        """For each kind of action, those that come before it, and how long their results travel."""
+        """Return, for each (kind, stage), the actions it depends on and the transfer times of their results."""
         ranks, stages = len(self.schedule), sorted({stage for _, stage in kinds})
         backward: dict[int, Kind] = {stage: kind for kind, stage in kinds if kind in "BI"}
         found: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {
@@ -112,7 +114,7 @@ class _Run:
         return {"F": whole, "B": -whole, "I": for_weights - whole, "W": -for_weights}[kind]
 
     def advance(self, rank: int) -> list[int]:
-        """Let ``rank`` act until it has to wait; the ranks that were waiting for what it did."""
+        """Run the actions of ``rank`` until it has to wait; return the ranks that were waiting for these actions."""
         woken: list[int] = []
         actions, done, needs = self.schedule[rank], self.done, self.needs
         for action in itertools.islice(actions, self.at[rank], None):

@@ -1,11 +1,12 @@
-"""Cutting a forward pass into stages by recording it, not by tracing: which stage needs what.
+"""Finds the inputs of each pipeline stage by recording one forward pass with fake tensors.
 
-Units are the modules with a stage; everything else in the user's forward and loss is glue, and glue runs wherever its
-result is used. So what has to be known is, for every stage, on what its units (and for the last stage the output and
-the loss) depend through glue: outputs of other units, leaves of the batch, parameters outside of units. One pass tells:
-units return placeholders, and every operation between them passes on where its operands came from.
+Units are the modules with a stage. All other code in the user's forward and loss is code between units, and runs on
+every stage that uses its result. So the dependencies of each stage's units (and, for the last stage, of the output and
+the loss) through code between units must be known: outputs of other units, leaves of the batch, parameters outside of
+units. One pass finds them: units return fake tensors, and every operation between units propagates the sources of its
+operands to its results.
 
-Dependence is noted by storage, not by tensor: so views share it, and a change in place reaches all of them.
+Sources are recorded per storage, not per tensor: views share them, and an in-place change reaches all views.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from echelon.plan.pytree import hides_tensors, take_apart, tensors_of
 
 @strict
 class TracedTransfer:
-    """One leaf of what one call of a unit returns goes from the stage that makes it to one that needs it.
+    """One output tensor of a unit that is sent from the stage that computes it to a stage that needs it.
 
-    key:               "unit#call/leaf", as in "layers.3#0/0": the unit, the number of the call, that of the leaf
-    changed_at_source: the pass that makes it changes it in place afterwards, so that a copy must travel
-    changed_at_target: the pass that gets it changes it in place
+    key:               "unit#call/leaf", as in "layers.3#0/0": unit, index of the call, index of the leaf in the output
+    source, target:    sending and receiving stage
+    changed_at_source: the source stage changes the tensor in place afterwards, so a copy must be sent
+    changed_at_target: the target stage changes the tensor in place
     """
 
     key: str
@@ -45,14 +47,14 @@ class TracedTransfer:
 
 @strict
 class StageTrace:
-    """What each stage needs, as one forward pass has shown.
+    """The needs of each stage, found by recording one forward pass.
 
     units:     module name -> stage, from 0
-    transfers: what travels; skip connections go directly from where they begin to where they end
+    transfers: tensors sent between stages; skip connections go directly from their first to their last stage
     holders:   every parameter and buffer (by its first name) -> the stages that need it
-    inputs:    per stage, which leaves of the batch it needs
+    inputs:    per stage, True for each leaf of the batch that it needs
     kept:      per stage, the outputs of its own units that it needs itself
-    written:   the leaves of the batch that the forward changes in place
+    written:   leaves of the batch that the forward changes in place
     """
 
     units: dict[str, int]
@@ -68,9 +70,12 @@ class StageTrace:
 
 
 def record(call: Callable[[Any], Any], model: nn.Module, batch: Any, units: Mapping[str, int]) -> StageTrace:
-    """Run ``call(batch)``, which runs ``model``, without computing what is inside the units, and note who needs what.
+    """Run ``call(batch)``, which runs ``model``, with fake forwards of the units, and return the needs of each stage.
 
-    Nothing is left behind: buffers, random numbers, gradients and the batch stay as they are.
+    The call has no side effects: buffers, random number state, gradients and the batch are unchanged.
+
+    call:  runs the forward and the loss on a batch
+    units: module name -> stage
     """
     stages = check_units(model, units)
     undo = install_call_hooks(model, stages)
@@ -85,7 +90,10 @@ def record(call: Callable[[Any], Any], model: nn.Module, batch: Any, units: Mapp
 
 
 def check_units(model: nn.Module, units: Mapping[str, int]) -> dict[str, int]:
-    """``units`` with lists of modules replaced by the modules in them, when every stage has one."""
+    """Return ``units`` with each ``ModuleList`` or ``ModuleDict`` replaced by the modules in it.
+
+    Raises ``UsageError`` for an unknown module, a module with two stages, or a stage without a module.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, int] = {}
     owners: dict[nn.Module, str] = {}
@@ -115,7 +123,7 @@ def _running(name: str, module: nn.Module) -> Iterator[str]:
             yield from _running(f"{name}.{key}", child)
 
 
-# ---- where values come from ----
+# ---- sources of values ----
 
 
 class _Source(NamedTuple):
@@ -129,22 +137,22 @@ _NOTHING: _Sources = frozenset()
 
 
 class _StageTracer:
-    """Listens to units and observes operations of one pass."""
+    """Observes the unit calls and the operations of one pass."""
 
     def __init__(self, model: nn.Module, units: dict[str, int], batch: list[Any]) -> None:
         self._model, self._units, self._batch = model, units, batch
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._stages = range(max(units.values()) + 1)
-        self._reached = 0  # the furthest stage called so far: the passes of those before it have ended
+        self._reached = 0  # the last stage called so far: the passes of earlier stages have ended
         self._inside: str | None = None  # the unit that is being called
         self._calls: Counter[str] = Counter()
         self._drawn = 0
-        self._decisive: set[_Source] = set()  # draws whose values decide what happens next
+        self._decisive: set[_Source] = set()  # random draws whose values control the forward
         self._needs: list[set[_Source]] = [set() for _ in self._stages]
-        self._outputs: dict[str, int] = {}  # key -> the stage that makes it
+        self._outputs: dict[str, int] = {}  # key -> the stage that computes it
         self._writers: defaultdict[str, set[int]] = defaultdict(set)  # key -> the stages that change it in place
         self._known: dict[StorageWeakRef, _Sources] = {}
-        self._born: dict[StorageWeakRef, str] = {}  # a storage made for one output -> its key
+        self._born: dict[StorageWeakRef, str] = {}  # storage created for an output -> key of the output
         for name, value in _named_tensors(model):
             self._add(value, {_Source("weight", name)})
         for at, leaf in enumerate(batch):
@@ -152,7 +160,7 @@ class _StageTracer:
                 self._add(leaf, {_Source("batch", str(at))})
         self._buffers = dict(model.named_buffers())
         self._names = {storage_of(value): name for name, value in self._buffers.items()}
-        self._fed: dict[str, int] = {}  # buffer that glue changes in place -> the furthest stage called before that
+        self._fed: dict[str, int] = {}  # buffer changed in place between units -> the last stage called before that
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in batch]
 
     # ---- operations ----
@@ -164,7 +172,7 @@ class _StageTracer:
             sources |= {_Source("random", f"{draw}@{self._drawn}")}
         for tensor in written:
             if key := self._born.get(storage_of(tensor)):
-                self._writers[key].update(self._stages[self._reached :])  # all that come by here do it
+                self._writers[key].update(self._stages[self._reached :])  # all stages from here on run this code
             if name := self._names.get(storage_of(tensor)):
                 self._fed[name] = self._reached
         for tensor in (*results, *written):
@@ -174,7 +182,7 @@ class _StageTracer:
         stage = self._units[unit]
         self._needs[stage] |= self._sources(operands)
         for tensor in written:
-            if self._sources([tensor]):  # not the unit's own: others may use it after
+            if self._sources([tensor]):  # not created by the unit: other code may use it afterwards
                 self._add(tensor, {_Source("change", unit, stage)})
             if key := self._born.get(storage_of(tensor)):
                 self._writers[key].add(stage)
@@ -205,7 +213,7 @@ class _StageTracer:
             output = fake_forward(module, args, kwargs, lambda: IntraUnitMode(self, name), self._stands_in)
         finally:
             self._inside = None
-        self.used(name, tensors_of(output), [])  # an input may be handed through
+        self.used(name, tensors_of(output), [])  # a unit may return one of its inputs
         return self._as_outputs(name, output)
 
     def _enter_stage(self, name: str, stage: int) -> None:
@@ -248,12 +256,12 @@ class _StageTracer:
         storage = storage_of(tensor)
         self._known[storage] = self._known.get(storage, _NOTHING).union(sources)
 
-    # ---- the result ----
+    # ---- result ----
 
     def finish(self, result: Any) -> StageTrace:
         self._needs[-1] |= self._sources(tensors_of(result))
         self._place_fed_buffers()
-        self._refuse_what_cannot_be_shared()  # first: a layer that is never called may have been left out by chance
+        self._refuse_what_cannot_be_shared()  # first: a layer may be skipped at random (layerdrop) and so never called
         for name, stage in self._units.items():
             if not self._calls[name]:
                 raise UsageError(
@@ -274,11 +282,14 @@ class _StageTracer:
         )
 
     def _place_fed_buffers(self) -> None:
-        """Let a buffer that glue changes (an average of a weight, say) be where all that feeds it is."""
+        """Place each buffer that code between units changes (such as an average of a weight) together with its sources.
+
+        Raises ``UsageError`` if a stage that holds the buffer has ended before the change.
+        """
         for name, value in self._buffers.items():
             now = self._model.get_buffer(name)
             sources = self._sources([value] if now is value else [now]) | {_Source("weight", name)}
-            if now is not value:  # another tensor took its place, made of what these stages return
+            if now is not value:  # the buffer was replaced by a tensor computed from outputs of these stages
                 self._fed[name] = max((source.stage for source in sources if source.kind == "output"), default=0)
             if name in self._fed:
                 for stage in self._stages_with(name, sources):
@@ -293,7 +304,7 @@ class _StageTracer:
             )
         if holders[name]:
             return sorted(holders[name])
-        running = self._stages[begun:]  # the stages that come by where it is changed
+        running = self._stages[begun:]  # the stages that run the code that changes the buffer
         fed_by = [holders[source.name] for source in sources if source.kind == "weight" and source.name != name]
         if fed_by:
             return [next((stage for stage in running if all(stage in held for held in fed_by)), running[-1])]
@@ -350,14 +361,14 @@ class _StageTracer:
                 )
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """Who needs each tensor of the model; what nobody needs is kept with its neighbours."""
+        """Return the stages that hold each tensor of the model; an unused tensor is held with its neighbors."""
         found = self._found()
         buffers = {name for name, _ in self._model.named_buffers()}
         used = {name: stages for name, stages in found.items() if stages}
         return {name: tuple(sorted(found[name] or _beside(name, used, name in buffers))) for name in found}
 
     def _found(self) -> dict[str, set[int]]:
-        """Return the stages that need each tensor: that of the unit it is in, and those that read it elsewhere."""
+        """Return the stages that need each tensor: the stage of its unit, and stages that read it between units."""
         first_names = {id(value): name for name, value in _named_tensors(self._model)}
         found: dict[str, set[int]] = {name: set() for name in first_names.values()}
         for unit, stage in self._units.items():
@@ -370,8 +381,11 @@ class _StageTracer:
 
 
 def _beside(name: str, used: Mapping[str, set[int]], is_buffer: bool) -> set[int]:
-    """Where to keep what nobody reads: with its neighbours. A buffer wherever its module is, since it may be written
-    there, as batch norm's counter is; anything else once."""
+    """Return the stages for a tensor that no stage reads, from those of its nearest neighbors in the module tree.
+
+    A buffer goes to all stages of its module, because it may be written there, as batch norm's counter is; any other
+    tensor goes to one stage.
+    """
     owner = place = name.rpartition(".")[0]
     while True:
         near = [stages for other, stages in used.items() if not place or other.startswith(f"{place}.")]

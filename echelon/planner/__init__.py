@@ -1,4 +1,4 @@
-"""Choosing a plan: what a model costs, what machines can do, which plan is best, and why."""
+"""The planner: profiles a model, describes a cluster, and searches for the fastest parallel plan."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from echelon.planner.profiling.builders import bert, gpt, llama
     from echelon.planner.profiling.profile import Profile, profile
 
-#: The module of each public name, imported when the name is asked for.
+#: The module of each public name. A module is imported on first access to one of its names.
 _MODULES = {
     "Cluster": "echelon.planner.cluster.cluster",
     "Draft": "echelon.plan.draft",

@@ -1,7 +1,7 @@
-"""What a model is made of, as a planner sees it: units one after another, each with its kernels, messages and bytes.
+"""Costs of a model as the planner sees it: a sequence of units, each with its kernels, collectives and bytes.
 
-A Sheet is for one micro-batch of so many samples on one of so many devices of a split, with or without amp; a Profile
-gives Sheets. Units that are alike are one object, so that whoever computes something for each can keep it by identity.
+A ModelCosts object is valid for one micro-batch size, one size of the split axis and one amp setting; a Profile makes
+such objects. Equal units are one object, so that the planner can cache results per unit by identity.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MessageKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Launches that are alike.
+    """A group of ``count`` equal kernel launches.
 
-    flops, bytes: of one launch: multiplications and additions; read and written
-    shape:        (batch, m, n, k) of a product, an attention's (batch x heads, queries, keys, width, 1 if causal), a
-                  convolution's as a product's and its input channels, (samples, channels) of a batch norm, the number
-                  of entries of a function or a pool, which takes a CPU longer than to read and write them
-    dtype:        what it computes in
-    for_weights:  in backward: it makes a weight's gradient, which a schedule may put off
+    flops, bytes: multiplications and additions of one launch; bytes that one launch reads and writes
+    shape:        (batch, m, n, k) of a matrix product; (batch x heads, queries, keys, width, 1 if causal) of an
+                  attention; (batch, m, n, k, input channels) of a convolution; (samples, channels) of a batch norm;
+                  (entries,) of a function or a pooling that is compute-bound on a CPU
+    dtype:        dtype of the computation
+    for_weights:  True for a backward kernel that makes a weight's gradient, which a schedule may defer
     """
 
     kind: KernelKind
@@ -47,7 +47,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class SplitCollective:
-    """What ranks of a split exchange. ``bytes`` are of the whole tensor that is summed or gathered."""
+    """A collective among the ranks of a split. ``bytes`` is the size of the full tensor that is reduced or gathered."""
 
     kind: MessageKind
     bytes: float
@@ -56,7 +56,7 @@ class SplitCollective:
 
 @dataclass(frozen=True, slots=True)
 class UnitPass:
-    """One way through a unit, forward or backward."""
+    """The kernels and collectives of one forward or backward pass through a unit."""
 
     kernels: tuple[Kernel, ...]
     messages: tuple[SplitCollective, ...] = ()
@@ -76,28 +76,29 @@ class UnitPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelUnit:
-    """A part of the model that is never cut, with the glue before it (and, for the last, the loss and all after it).
+    """A part of the model that is never cut, with the user code that runs before it.
 
-    All bytes are for one micro-batch, on one device of the split.
+    The last unit also includes the loss and all code after the unit. All bytes are for one micro-batch, on one device
+    of the split.
 
-    weights, trained:  numbers of its parameters' entries held here, and of those that are trained
-    weight_bytes:      of all of them
-    largest_weight:    bytes of its largest parameter here (whose gradient is made whole before it is summed)
-    saved:             what it keeps for backward; parameters never, each storage once, its own output not
-    received:          what comes in from the unit before, which recompute keeps and a stage receives
-    output:            what it hands on
-    forward_peak:      the most it has at once in forward beyond what was there when it was entered
-    backward_peak:     the most it has at once in backward beyond what was there when it was entered: what it has saved
-                       and the gradient of its output are there, gradients of weights are not counted
-    buffers:           bytes of its buffers (batch norm's statistics, masks)
-    norm_statistics:   entries of batch-norm statistics it exchanges over replicas, each way
-    backward_whole:    as backward_peak, but gradients of its weights are counted from when they are made, and stay
+    weights, trained:  number of parameter entries on this device; number of those that are trained
+    weight_bytes:      bytes of all parameters on this device
+    largest_weight:    bytes of the largest parameter on this device (its full gradient exists before it is reduced)
+    saved:             bytes saved for backward, each storage counted once, without parameters and the unit's output
+    received:          bytes of the input from the unit before, which recompute keeps and a stage receives
+    output:            bytes of the output
+    forward_peak:      peak bytes in forward beyond what was allocated when the unit was entered
+    backward_peak:     peak bytes in backward beyond what was allocated when the unit was entered: saved tensors and the
+                       gradient of the output already exist then, gradients of weights are not counted
+    buffers:           bytes of the buffers (batch norm's statistics, masks)
+    norm_statistics:   entries of batch-norm statistics exchanged over replicas, in each direction
+    backward_whole:    as backward_peak, but gradients of the weights are counted from their creation on
     kept, forward_again, backward_again, backward_again_whole: as saved, forward_peak, backward_peak and backward_whole
-                       where the unit's module (not the glue around it) is recomputed
-    deferred:          bytes that wait where gradients of weights are put off: such layers' inputs, outputs' gradients
-    crossing:          all that a cut before it parts: outputs of units before it that it or a later one needs
-    again:             what recompute runs again, the module without glue or loss; None: all of forward
-    casts:             bytes of 16-bit copies of weights that autocast makes, and keeps until the forward pass ends
+                       if the unit's module (not the user code around it) is recomputed
+    deferred:          bytes held while gradients of weights are deferred: inputs and output gradients of the layers
+    crossing:          bytes that cross a cut before this unit: outputs of earlier units that it or a later unit needs
+    again:             the pass that recompute runs again, the module without user code or loss; None: all of forward
+    casts:             bytes of 16-bit weight copies that autocast makes and keeps until the forward pass ends
     """
 
     name: str
@@ -127,10 +128,10 @@ class ModelUnit:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """All units of a model, in the order they run, for micro-batches of ``samples`` on one of ``split`` devices.
+    """All units of a model, in execution order, for micro-batches of ``samples`` on one of ``split`` devices.
 
-    given: bytes of such a micro-batch, targets included
-    tied:  entries that units share, one number for each group of ``ProfileLike.ties``; fewer where a split cuts them
+    given: bytes of one micro-batch, targets included
+    tied:  number of entries of shared weights on this device, one number for each group of ``ProfileLike.ties``
     """
 
     units: tuple[ModelUnit, ...]
@@ -142,12 +143,12 @@ class ModelCosts:
 
 
 class ProfileLike(Protocol):
-    """What the cost model and the search ask of a model. ``Profile`` is one; a test may make its own.
+    """The interface of a model for the cost model and the search. ``Profile`` implements it; tests may use their own.
 
-    names:     of the units, as registered in the model; a cut may be made before each but the first
-    ties:      groups of unit indices that share a weight (it is held and summed in each stage that has one of them)
-    splits:    largest number of devices the split axis may have (1: nothing in it can be split)
-    batch:     samples of the batch it was profiled on
+    names:     names of the units, as registered in the model; a cut is possible before each unit but the first
+    ties:      groups of unit indices that share a weight (each stage with one of the units holds and reduces it)
+    splits:    largest possible size of the split axis (1: no module can be split)
+    batch:     number of samples of the profiled batch
     """
 
     @property

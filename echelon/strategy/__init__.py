@@ -1,4 +1,4 @@
-"""What a user may ask of a run: the Strategy, its parts, which of them combine, and what they will do."""
+"""The Strategy: the options of a run, the settings of each option, and the rules for combining options."""
 
 from echelon.strategy.parts import (
     AdaptiveLocalSgd,

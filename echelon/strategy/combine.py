@@ -1,9 +1,9 @@
-"""Which strategies combine: one table of data. A pair that is not listed is fine, and means what each means alone.
+"""The table of option pairs of a Strategy that conflict or change each other; all other pairs combine freely.
 
-A Change is fine too, but one of the two no longer does quite what it does alone; ``explain`` says how. A Conflict is
-refused when the Strategy is made, before anything starts.
+A CombinationChange is allowed, but one of the two options does not behave exactly as it does alone; ``explain`` prints
+how. A Conflict raises UsageError when the Strategy is created, before training starts.
 
-Names are those of Strategy's options. Where only one value of an option matters, the name says which: ``amp=fp16``,
+Names are those of the options of Strategy. If only one value of an option matters, the name includes it: ``amp=fp16``,
 ``reduction.op=sum``.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CombinationChange:
-    """Fine, but the meaning changes: ``how``."""
+    """An allowed combination that changes the behavior of an option; ``how`` describes the change."""
 
     how: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Conflict:
-    """Cannot be: ``why``, and what to ``do`` instead."""
+    """A refused combination: the reason (``why``) and the remedy (``do``)."""
 
     why: str
     do: str
@@ -110,7 +110,7 @@ _WITH_LOCAL_STEPS: dict[str, Verdict] = {
     "lamb": CombinationChange("trust ratios come from each rank's own gradient"),
 }
 
-#: With what the marks on a model say. These names are implied by the model, not options of a Strategy.
+#: Options beside "split" and "pipeline" marks. These two names come from the model and are not options of a Strategy.
 _WITH_MARKS: dict[str, Verdict] = {
     "dgc": Conflict("the largest entries are chosen among whole parameters", "drop dgc, or the marks"),
     "localsgd": Conflict("replicas that step alone are whole models on one device", "drop localsgd, or the marks"),
@@ -195,9 +195,9 @@ TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}
 
 
 def refuse_conflicts(strategy: Strategy, implied: Iterable[str] = ()) -> None:
-    """Raise for the first pair of active strategies, and marks of the model, that cannot be together."""
+    """Raise UsageError for the first pair of active options, or marks of the model, that conflict."""
     if strategy.auto and (beside := [name for name in set_options(strategy) if name != "auto"]):
-        which = ", ".join(beside)  # all at once: nobody wants to be told one by one
+        which = ", ".join(beside)  # one error names all of them
         raise UsageError(f"{which} and auto do not combine: {BESIDE_AUTO.why}; {BESIDE_AUTO.do}")
     if strategy.lean and strategy.amp is False:
         raise UsageError(f"amp=False and lean do not combine: {_IN_BF16}; leave amp out")
@@ -207,7 +207,7 @@ def refuse_conflicts(strategy: Strategy, implied: Iterable[str] = ()) -> None:
 
 
 def verdicts(strategy: Strategy, implied: Iterable[str] = ()) -> Iterator[tuple[tuple[str, str], Verdict]]:
-    """The table's rows that concern this strategy, and what the model ``implied`` beside it."""
+    """Yield the rows of the table that apply to this strategy and to the marks that the model ``implied``."""
     active = {*active_names(strategy), *implied}
     return ((pair, verdict) for pair, verdict in TABLE.items() if active.issuperset(pair))
 
@@ -215,12 +215,12 @@ def verdicts(strategy: Strategy, implied: Iterable[str] = ()) -> Iterator[tuple[
 def set_options(strategy: Strategy) -> list[str]:
     values = {field.name: (getattr(strategy, field.name), field.default) for field in dataclasses.fields(strategy)}
     asked = [name for name, (value, default) in values.items() if value is not None and value != default]
-    # ``fast`` says how, not what: it goes with everything; and who refuses 16 bits has set nothing
+    # ``fast`` combines with every option, and ``amp=False`` only turns a default off
     return [name for name in asked if name != "fast" and not (name == "amp" and strategy.amp is False)]
 
 
 def active_names(strategy: Strategy) -> Iterator[str]:
-    """What is on, by name; and by name and value, where the value is a choice."""
+    """Yield the names of active options, and ``name=value`` or ``name.setting=value`` for each of their settings."""
     active = set_options(strategy)
     for field in dataclasses.fields(strategy):
         value: Any = getattr(strategy, field.name)

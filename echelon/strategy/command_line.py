@@ -1,4 +1,4 @@
-"""Strategies from the words of a command line: a file, settings ``name=value``, or both."""
+"""Build a Strategy from command-line arguments: a file, settings ``name=value``, or both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from echelon.strategy.strategy import Strategy
 
 
 def strategy_from(words: Sequence[str]) -> Strategy:
-    """From a file, from settings ``name=value`` or ``name.setting=value``, or from a file and settings on top."""
+    """Build a Strategy from a file, from settings ``name=value`` or ``name.setting=value``, or from both.
+
+    A setting overrides the value in the file.
+    """
     paths = [word for word in words if "=" not in word or Path(word).is_file()]
     if len(paths) > 1:
         raise UsageError(f"'{paths[0]}' and '{paths[1]}' are two strategies; give one file, and settings as name=value")

@@ -1,4 +1,4 @@
-"""What a Plan says about the fast path."""
+"""The fast-path settings of a Plan."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ WHOLE = ""  #: the name of the model itself
 
 @strict
 class FastPathChoice:
-    """The parts of the fast path that run.
+    """The parts of the fast path that are enabled.
 
-    compiled:      modules that are compiled, each for itself; ``("",)`` is the whole model
-    channels_last: convolutions' weights and images lie with their channels side by side
-    fused:         by name, optimizers whose step is one kernel
-    graphs:        steps may be captured as CUDA graphs, where the host turns out to be what holds them
-    padded:        layers whose products are made with a rounded size
-    bf16:          the plan's ``amp`` was nobody's wish
-    left_out:      by part, why it is not here
+    compiled:      names of modules that are compiled separately; ``("",)`` is the whole model
+    channels_last: True if weights of convolutions and images use the channels_last memory format
+    fused:         optimizers with a fused step, by name
+    graphs:        True if steps may be captured as CUDA graphs, which happens if the host is the bottleneck
+    padded:        names of layers whose matrix products are computed with a rounded-up size
+    bf16:          True if the ``amp`` of the plan was chosen by the fast path, not by the user
+    left_out:      reason why a part is disabled, by the name of the part
     """
 
     compiled: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Paddle Fleet's spelling of a strategy: ``lars=True, lars_configs={"lars_coeff": 0.001}``, and its keys."""
+"""Translate strategies in Paddle Fleet's spelling: ``lars=True, lars_configs={"lars_coeff": 0.001}``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.base.errors import UsageError, nearest
 
-#: Of each option's settings, Fleet's key and ours. Keys that are the same in both are not listed.
+#: option -> {Fleet's key: echelon's setting}. Keys that are equal in both are not listed.
 _KEYS: dict[str, dict[str, str]] = {
     "amp": {
         "init_loss_scaling": "init_scale",
@@ -27,7 +27,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "gradient_merge": {},
 }
 
-#: Keys without a counterpart, and what to do. One that is False, 0, empty or None asks for nothing, and is left out.
+#: Keys without a counterpart, and the remedy. A key that is False, 0, empty or None has no effect and is ignored.
 _WITHOUT: dict[str, dict[str, str]] = {
     "amp": dict.fromkeys(
         ("custom_white_list", "custom_black_list", "custom_black_varnames", "use_fp16_guard"),
@@ -59,10 +59,10 @@ _WITHOUT: dict[str, dict[str, str]] = {
     ),
 }
 
-#: Keys that are read with others, or say what is done here in any case.
+#: Keys that are translated together with other keys, or that describe what echelon always does.
 _SPECIAL = {"amp": ("use_dynamic_loss_scaling", "use_pure_bf16"), "gradient_merge": ("k_steps", "avg")}
 
-_SWITCHES = {"shard": "sharding", "ps": "a_sync"}  #: options that Fleet calls otherwise
+_SWITCHES = {"shard": "sharding", "ps": "a_sync"}  #: options that have another name in Fleet
 _REDUCTION = {
     "fuse_grad_size_in_MB": "bucket_mb",
     "last_comm_group_size_MB": "first_bucket_mb",
@@ -72,10 +72,10 @@ _DONE_ANYWAY = ("fuse_all_reduce_ops", "sync_nccl_allreduce")
 
 
 def translate(given: Mapping[Any, Any], label: str, known: Mapping[str, Iterable[str]]) -> dict[Any, Any]:
-    """Return ``given`` in our names.
+    """Return ``given`` with echelon's names.
 
-    label: what errors call the place
-    known: the names of each option's settings
+    label: prefix of error messages
+    known: the setting names of each option
     """
     values = {name: value for name, value in given.items() if name not in _DONE_ANYWAY}
     _move_reduction(values, label)
@@ -94,7 +94,7 @@ def translate(given: Mapping[Any, Any], label: str, known: Mapping[str, Iterable
 
 
 def _take(values: dict[Any, Any], option: str, label: str) -> tuple[str, Mapping[Any, Any] | None]:
-    """Return the name that an option's settings have and the settings; None where it is off, or no dict."""
+    """Return the key of an option's settings, and the settings, or None if the option is off or has no dict."""
     switch = _SWITCHES.get(option, option)
     place, is_fleets = f"{switch}_configs", switch != option and switch in values
     if is_fleets:
@@ -124,7 +124,7 @@ def _take_without_configs(
 
 
 def _move_reduction(values: dict[Any, Any], label: str) -> None:
-    """Gather what Fleet has beside one another into ``reduction``."""
+    """Move Fleet's top-level reduction settings into ``reduction``."""
     found = {ours: values.pop(name) for name, ours in _REDUCTION.items() if name in values}
     if found and "reduction" in values:
         raise UsageError(f"{label}: {', '.join(_REDUCTION)} are settings of 'reduction', which is given too; keep one")
@@ -139,7 +139,7 @@ def _refuse_unknown(configs: Mapping[Any, Any], place: str, names: Iterable[str]
 
 
 def _settings(option: str, configs: Mapping[Any, Any], place: str, is_fleets: bool) -> Any:
-    """Return settings in our names, as values that files have."""
+    """Return the settings with echelon's names, as plain values; raise UsageError for a key without a counterpart."""
     settings = {}
     for key, value in configs.items():
         remedy = _WITHOUT.get(option, {}).get(key)
@@ -154,7 +154,7 @@ def _settings(option: str, configs: Mapping[Any, Any], place: str, is_fleets: bo
 
 
 def _amp(settings: dict[str, Any]) -> dict[str, Any]:
-    """Fleet's ``amp`` is fp16 with a loss scale, unless it says otherwise."""
+    """Translate the settings of ``amp``; Fleet's default is fp16 with a dynamic loss scale."""
     is_bf16, is_dynamic = settings.pop("use_pure_bf16", False), settings.pop("use_dynamic_loss_scaling", True)
     dtype = settings.get("dtype", "bf16" if is_bf16 else "fp16")
     settings["dtype"] = {"float16": "fp16", "bfloat16": "bf16"}.get(dtype, dtype)
@@ -164,7 +164,7 @@ def _amp(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shard(settings: dict[str, Any]) -> dict[str, Any]:
-    """Fleet's default is stage 1, and its ``offload`` a switch, for the optimizer's state."""
+    """Translate the settings of ``sharding``: Fleet's default is stage 1, and its ``offload`` is a bool."""
     settings.setdefault("level", 1)
     if isinstance(settings.get("offload"), bool):
         settings["offload"] = "optimizer" if settings["offload"] else None
@@ -172,7 +172,7 @@ def _shard(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _servers(settings: dict[str, Any]) -> dict[str, Any]:
-    """Fleet's ``a_sync`` is async; with ``k_steps`` above 0 it is geo."""
+    """Translate the settings of ``a_sync``: mode "geo" if ``k_steps`` is above 0, else "async"."""
     steps = settings.pop("k_steps", 0)
     return {**settings, "mode": "geo", "k_steps": steps} if steps > 0 else {**settings, "mode": "async"}
 

@@ -1,4 +1,4 @@
-"""Log: what a user may ask of the console and the metrics files."""
+"""Log: the options for console output and metrics files."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from echelon.base.config import require, strict
 
 @strict
 class Log:
-    """How a run shows itself. Rank 0 speaks; every rank writes down its own figures.
+    """Options for console output and metrics files. Rank 0 prints; every rank writes its own metrics.
 
-    every:       steps between two lines (and two records in the files)
-    dir:         where metrics.jsonl, what the run writes down beside it (docs/metrics.md) and TensorBoard files go; by
-                 default the launcher's log directory, and nowhere when the script runs without the launcher
-    console:     False keeps the console silent
-    lines:       False prints nothing for steps; the files have their records as ever
-    progress:    a live bar; by default only when the console is a terminal
-    tensorboard: write TensorBoard event files too
-    placement:   print which module is on which devices (``log_device_placement``)
-    timeline:    steps to record on all ranks, "5:10" or True for some after the warm-up (docs/timeline.md)
+    every:       steps between two console lines (and two records in the files), default 10
+    dir:         directory of metrics.jsonl, the other records of the run (docs/metrics.md) and TensorBoard files; by
+                 default the launcher's log directory, and none if the script runs without the launcher
+    console:     False disables console output
+    lines:       False disables the console lines of steps, not the records in the files
+    progress:    True shows a progress bar; by default only if the console is a terminal
+    tensorboard: True also writes TensorBoard event files
+    placement:   True prints which module is on which devices (``log_device_placement``)
+    timeline:    steps to record on all ranks: "5:10", or True for a few steps after the warm-up (docs/timeline.md)
     """
 
     every: int = 10

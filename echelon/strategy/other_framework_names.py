@@ -1,4 +1,4 @@
-"""Names that other frameworks have for options of a Strategy: each is answered with the option to write here."""
+"""Refuse option names of other frameworks, with an error that names the option to use instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRECISIONS = {"fp16": _FP16, "float16": _FP16, "16": _FP16} | dict.fromkeys(
 
 
 def _precision(value: Any) -> str:
-    """Read Lightning's spellings ("bf16-mixed", "16-true"), Accelerate's ("no") and torch's ("torch.float16")."""
+    """Return the remedy for a precision of Lightning ("bf16-mixed", "16-true"), Accelerate ("no") or torch."""
     word = str(value).removeprefix("torch.").split("-", maxsplit=1)[0]
     return f"write {_PRECISIONS.get(word, _BF16)}"
 
@@ -43,7 +43,7 @@ def _as_given(option: str, example: float) -> Callable[[Any], str]:
     return remedy
 
 
-#: What to do, as a text or as a function of the value that was given; and the names it is for.
+#: (remedy, names): the remedy is a text or a function of the given value; the names are those it applies to.
 _TABLE: tuple[tuple[Remedy, str], ...] = (
     (_level, "zero zero_stage zero_optimization fsdp fsdp2 fully_shard sharded_ddp"),
     (_precision, "precision mixed_precision autocast dtype torch_dtype"),
@@ -100,7 +100,7 @@ _REMEDIES = {name: remedy for remedy, names in _TABLE for name in names.split()}
 
 
 def refuse_other_names(given: Mapping[Any, Any], label: str) -> None:
-    """Raise the line for the first name that is another framework's."""
+    """Raise UsageError for the first name that belongs to another framework."""
     for name, value in given.items():
         remedy = _REMEDIES.get(name)
         if remedy is not None:

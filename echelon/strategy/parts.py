@@ -1,4 +1,4 @@
-"""The settings of each strategy. ``True`` in a Strategy means these defaults."""
+"""The settings of each option of a Strategy; ``True`` in a Strategy selects these defaults."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, Literal
 
 from echelon.base.config import require, strict
 
-#: The one setting that a word or a number stands for: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
+#: The setting that a plain string or number sets: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
 SHORTHAND = {"amp": "dtype", "lr_scaling": "rule", "shard": "level", "ps": "mode"}
 
 
 @strict
 class Amp:
-    """Forward and loss in 16-bit floats where that is safe; weights and optimizer stay in their own type.
+    """Mixed precision: forward and loss in 16-bit floats where that is safe; weights and optimizer keep their types.
 
-    dtype:           "bf16" needs no scaling; "fp16" multiplies the loss so that small gradients survive
-    loss_scale:      "dynamic", or a number that stays; None is "dynamic" for fp16 and no scaling for bf16
-    init_scale:      where the dynamic scale begins
-    growth:          it grows by this factor after ``growth_interval`` finite steps in a row
-    growth_interval:
-    backoff:         it shrinks by this factor after ``backoff_after`` steps that overflowed, in a row
-    backoff_after:
-    min_scale:       and never falls under this
+    dtype:           "bf16" (default) needs no loss scaling; "fp16" does, so that small gradients do not vanish
+    loss_scale:      "dynamic", or a constant; None (default) is "dynamic" for fp16 and no scaling for bf16
+    init_scale:      initial value of the dynamic scale
+    growth:          factor by which the scale grows after ``growth_interval`` consecutive finite steps
+    growth_interval: number of consecutive finite steps before the scale grows
+    backoff:         factor by which the scale shrinks after ``backoff_after`` consecutive overflows
+    backoff_after:   number of consecutive overflows before the scale shrinks
+    min_scale:       lowest value of the dynamic scale
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
@@ -46,16 +46,16 @@ class Amp:
 
     @property
     def scaling(self) -> float | Literal["dynamic"] | None:
-        """How the loss is scaled, the default of the type filled in; None: not at all."""
+        """The loss scale with the default of the dtype resolved; None means no scaling."""
         return "dynamic" if self.loss_scale is None and self.dtype == "fp16" else self.loss_scale
 
 
 @strict
 class Recompute:
-    """Keep few activations; compute the rest again in backward.
+    """Activation checkpointing: keep few activations and recompute the others in backward.
 
-    checkpoints: names or patterns of modules whose outputs are kept ("layers.*"); "auto" finds repeated blocks
-    offload:     move what is kept to host memory while it waits
+    checkpoints: names or patterns of modules whose outputs are kept ("layers.*"); default "auto" finds repeated blocks
+    offload:     True moves the kept activations to host memory between forward and backward
     """
 
     checkpoints: tuple[str, ...] | Literal["auto"] = "auto"
@@ -64,12 +64,12 @@ class Recompute:
 
 @strict
 class Lars:
-    """LARS in place of the momentum SGD that was given: a learning rate for each layer.
+    """Replaces the user's momentum SGD by LARS, which has a learning rate for each layer.
 
     coeff:                     trust coefficient
-    weight_decay, eps:         as in the formula
+    weight_decay, eps:         terms of the LARS formula (``echelon.optim.LARS``)
     exclude_from_weight_decay: parameters (by part of their name, or 'bias', 'batch_norm', 'layer_norm', ...) that
-                               get neither weight decay nor a rate of their own
+                               get neither weight decay nor a trust ratio
     """
 
     coeff: float = 0.001
@@ -85,7 +85,7 @@ class Lars:
 
 @strict
 class Lamb:
-    """LAMB in place of the Adam that was given. ``exclude_from_weight_decay`` as for LARS."""
+    """Replaces the user's Adam by LAMB; ``exclude_from_weight_decay`` has the same meaning as in Lars."""
 
     weight_decay: float = 0.01
     eps: float = 1e-6
@@ -98,13 +98,14 @@ class Lamb:
 
 @strict
 class Dgc:
-    """Send only the largest entries of the gradient; keep the rest until it has grown.
+    """Deep gradient compression: sends only the largest gradient entries and accumulates the others locally.
 
-    sparsity:          the part that is not sent; several values are walked through over ``rampup_step`` steps
-    rampup_begin_step: dense momentum SGD before this step
-    rampup_step:
-    min_size:          parameters with fewer entries travel whole
-    hierarchical:      dense between the ranks of one host, sparse between hosts
+    sparsity:          fraction of entries that is not sent; several values are used one after another over
+                       ``rampup_step`` steps
+    rampup_begin_step: first step with compression; the steps before it are dense momentum SGD
+    rampup_step:       number of steps over which the values of ``sparsity`` are used
+    min_size:          number of entries below which a parameter's gradient is sent dense
+    hierarchical:      True reduces dense gradients within a host and sparse ones between hosts
     """
 
     sparsity: tuple[float, ...] = (0.999,)
@@ -123,7 +124,7 @@ class Dgc:
 
 @strict
 class Outer:
-    """A Nesterov optimizer on what the ranks have learned between two averages (the DiLoCo form)."""
+    """The outer Nesterov optimizer of DiLoCo: it steps with the averaged change of the weights since the last sync."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -135,11 +136,12 @@ class Outer:
 
 @strict
 class LocalSgd:
-    """Every rank steps alone; weights are averaged every ``k_steps`` steps.
+    """LocalSGD: every rank steps without communication; weights are averaged every ``k_steps`` steps.
 
-    begin_step:       before this step they are averaged after every step
-    average_momentum: average the optimizer's state too (it stays local otherwise)
-    outer:            True, or an Outer: step along the averaged change instead of taking it as it is
+    k_steps:          steps between two averages, default 8
+    begin_step:       step before which weights are averaged after every step
+    average_momentum: True also averages the optimizer state, which is local otherwise
+    outer:            True or an Outer: the averaged change is the gradient of an outer optimizer
     """
 
     k_steps: int = 8
@@ -155,12 +157,13 @@ class LocalSgd:
 
 @strict
 class AdaptiveLocalSgd:
-    """LocalSGD whose k follows loss and learning rate: long rounds early, short ones when it matters.
+    """LocalSGD with a k that follows loss and learning rate: many local steps early, fewer later.
 
-    init_k_steps: k at the beginning
-    max_k_steps:  k stays between 1 and this
-    rule:         "adacomm" (the root outside init_k_steps) or "fleet" (inside, as the older system had it)
-    others as in LocalSgd
+    init_k_steps: initial k
+    max_k_steps:  largest k; the smallest is 1
+    rule:         "adacomm" (``init_k_steps`` outside the square root) or "fleet" (inside it, as in Paddle Fleet)
+
+    The other settings are those of LocalSgd.
     """
 
     init_k_steps: int = 8
@@ -179,10 +182,10 @@ class AdaptiveLocalSgd:
 
 @strict
 class LrScaling:
-    """Multiply the learning rate by how many times larger than one replica's batch an update's batch is.
+    """Scales the learning rate with n, the ratio of the batch of an update to the batch of one replica.
 
-    rule:         "linear" by that number, "sqrt" by its root
-    warmup_steps: grow from the rate as given to the scaled one over so many steps
+    rule:         "linear" multiplies the rate by n, "sqrt" by the square root of n
+    warmup_steps: number of steps over which the rate grows from the given one to the scaled one, default 500
     """
 
     rule: Literal["linear", "sqrt"] = "linear"
@@ -192,17 +195,17 @@ class LrScaling:
         require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
 
     def factor(self, times: int) -> float:
-        """By how much the rate grows, in the end, for a batch so many times as large."""
+        """Return the factor of the learning rate, after the warm-up, for a batch that is ``times`` as large."""
         return float(times) if self.rule == "linear" else times**0.5
 
 
 @strict
 class Shard:
-    """Replicas share out what one process would hold whole (ZeRO).
+    """Sharding of training state over the replicas (ZeRO).
 
-    level:   1 shards the optimizer's state, 2 gradients as well, 3 parameters too
-    offload: "optimizer" keeps the optimizer's state in host memory and steps there; "parameters" (level 3) keeps the
-             shards of parameters there as well
+    level:   1 shards the optimizer state, 2 also the gradients, 3 also the parameters (default)
+    offload: "optimizer" keeps the optimizer state in host memory and steps there; "parameters" (level 3 only) also
+             keeps the parameter shards there
     """
 
     level: Literal[1, 2, 3] = 3
@@ -215,14 +218,16 @@ class Shard:
 
 @strict
 class Fast:
-    """What makes a step quicker without being asked for. Each part: None decides by itself, True insists, False is off.
+    """The fast path: optimizations that need no request. For each, None decides automatically, True forces it on.
 
-    compile:       torch.compile; "blocks" (each repeated block for itself, so that it starts soon) or "whole"
-    channels_last: convolutions' weights and images with their channels side by side in memory
-    fused:         the step of SGD, Adam and AdamW in one kernel
-    graphs:        forward and backward as one CUDA graph, where the host holds up the step (docs/fast.md)
-    bf16:          forward and loss in bf16; ``amp=`` has the last word
-    pad:           large output layers, such as of 50,257 words, compute with their size rounded up, which GPUs want
+    False disables a part.
+
+    compile:       torch.compile; "blocks" (each repeated block separately, which shortens the start) or "whole"
+    channels_last: the channels_last memory format for weights of convolutions and images
+    fused:         the fused step of SGD, Adam and AdamW
+    graphs:        forward and backward as one CUDA graph, if the host is the bottleneck of the step (docs/fast.md)
+    bf16:          forward and loss in bf16; ``amp=`` takes precedence
+    pad:           a rounded-up size for large output layers, such as a vocabulary of 50,257, which is faster on GPUs
     """
 
     compile: bool | Literal["blocks", "whole"] | None = None
@@ -235,12 +240,14 @@ class Fast:
 
 @strict
 class Lean:
-    """Six bytes a parameter in place of sixteen: weights in bf16 with the remainder of their fp32 value beside them,
-    Adam's moments in 8 bits, each gradient applied and let go while backward runs. Forward is in bf16.
+    """Low-memory Adam with six bytes per parameter instead of sixteen.
 
-    state:   where remainders and moments lie: "auto" is the device as far as it has room, the rest in host memory;
-             "device" and "host" are one place for all
-    reserve: device memory that "auto" leaves for activations and gradients: bytes, or as in "16 GB"
+    Weights are stored in bf16 with the remainder of their fp32 value beside them, and Adam's moments in 8 bits. Each
+    gradient is applied and freed during backward. Forward is in bf16.
+
+    state:   place of remainders and moments: "auto" (default) uses the device as far as it has room, then host memory;
+             "device" and "host" put all of them in one place
+    reserve: device memory that "auto" leaves for activations and gradients: bytes, or text such as "16 GB"
     """
 
     state: Literal["auto", "device", "host"] = "auto"
@@ -255,13 +262,13 @@ Means = Literal["amp", "fp16_allreduce", "dgc", "localsgd"]
 
 @strict
 class Auto:
-    """The quickest plan that fits is found and run: mesh, stages, splits, micro-batches, recompute, shard.
+    """Automatic search for the fastest plan that fits: mesh, stages, splits, micro-batches, recompute, shard.
 
-    measure: run the best few for some steps, in processes that are thrown away, and take the quickest of them
-    trials:  how many of them
-    allow:   approximate means that may be used as well; what they would bring is said all the same
-    memory:  what a device may hold, in bytes or as in "60 GB"; None: all that it has
-    cluster: the machines, as in "2x8xH100" or a file; None: what is found here, as ``echelon bench`` has measured it
+    measure: True runs the best candidates for some steps, in temporary processes, and takes the fastest of them
+    trials:  number of candidates to run, default 3
+    allow:   approximate methods that may be used; the predicted gain of all of them is reported in any case
+    memory:  memory limit per device, in bytes or as in "60 GB"; None is all memory of the device
+    cluster: the machines, as in "2x8xH100" or a file; None is the current machine as measured by ``echelon bench``
     """
 
     measure: bool = False
@@ -279,13 +286,13 @@ class Auto:
 
 @strict
 class Reduction:
-    """How gradients travel between replicas.
+    """Settings of the gradient all-reduce between replicas.
 
-    bucket_mb:       gradients are sent in buckets of about this size, while backward still runs
-    first_bucket_mb: the first bucket is smaller, so that sending starts early
-    communicators:   process groups that carry buckets side by side
-    op:              "auto": what one process computes, the mean over the global batch, or the sum if the loss is a sum
-                     over samples; "mean" over the global batch in any case; "sum" over replicas
+    bucket_mb:       approximate bucket size in MB, default 25; buckets are reduced while backward runs
+    first_bucket_mb: size of the first bucket in MB, default 1; it is smaller so that communication starts early
+    communicators:   number of process groups that reduce buckets in parallel, default 1
+    op:              "auto" gives the result of one process: the mean over the global batch, or the sum if the loss is a
+                     sum over samples; "mean" is always over the global batch; "sum" is over replicas
     """
 
     bucket_mb: float = 25.0
@@ -300,13 +307,13 @@ class Reduction:
 
 
 def _normal(owner: object, name: str, kind: type) -> None:
-    """``True`` becomes the settings it stands for, ``False`` none at all: one form to compare, print and store."""
+    """Replace ``True`` by the default settings and ``False`` by None: there is one form to compare, print and store."""
     value = getattr(owner, name)
     if isinstance(value, bool):
         object.__setattr__(owner, name, kind() if value else None)
 
 
-#: How blocks are dealt out, by our names and by Fluid's.
+#: Methods to assign blocks to servers, by echelon's names and by Fluid's.
 SPLIT_METHODS = {
     "round_robin": "round_robin",
     "RoundRobin": "round_robin",
@@ -316,30 +323,34 @@ SPLIT_METHODS = {
 
 
 def _split_method(given: Any) -> Any:
-    """Return a way to deal blocks out by our name for it; Fluid gives a class of that name."""
+    """Return echelon's name of a method to assign blocks; Fluid passes a class of that name."""
     return SPLIT_METHODS.get(given.__name__ if isinstance(given, type) else given, given)
 
 
 @strict
 class ParameterServer:
-    """Sparse tables, and by default the dense parameters too, live on servers.
+    """Parameter servers for sparse tables and, by default, for the dense parameters.
 
-    mode:           "sync":    equals one process on the global batch
+    mode:           "sync":    equals one process on the global batch (default)
                     "async":   every push is applied at once
-                    "bounded": as async, but no worker is more than ``staleness`` steps ahead of the slowest
-                    "geo":     workers step alone and exchange changes every ``k_steps`` steps
-                    "hybrid":  sparse tables as async, dense parameters summed between the workers (all-reduce)
-    sync_mode:      another way to say it: True is mode="sync", False is mode="async"
-    dense:          where dense parameters live: on "servers", or with the workers ("allreduce")
-    compensate:     delay compensation of async gradients (DC-ASGD's lambda); 0: none
-    slice_var_up:   cut parameters into blocks of at least ``min_block_size`` entries, one for each server
-    split_method:   deals blocks out: "round_robin" (or "RoundRobin"), "hash_name" (or "HashName"), or a function
+                    "bounded": async, but no worker is more than ``staleness`` steps ahead of the slowest
+                    "geo":     workers step locally and exchange changes every ``k_steps`` steps
+                    "hybrid":  async for sparse tables, all-reduce between the workers for dense parameters
+    sync_mode:      alternative to ``mode``: True is mode="sync", False is mode="async"
+    dense:          place of dense parameters: "servers", or "allreduce" (on the workers)
+    staleness:      largest number of steps ahead in mode "bounded", default 4
+    k_steps:        steps between two exchanges in mode "geo", default 8
+    compensate:     lambda of DC-ASGD, the delay compensation of async gradients; 0 (default) disables it
+    slice_var_up:   True cuts parameters into blocks of at least ``min_block_size`` entries, one for each server
+    min_block_size: smallest number of entries per block, default 8192
+    split_method:   method to assign blocks: "round_robin" (or "RoundRobin"), "hash_name" (or "HashName"), or a function
                     (block names, servers) -> servers
-    prefetch:       read the next batch's rows while this one computes (async: they miss this step's own update)
-    server_device:  where servers keep dense blocks: "cpu" or "cuda"
-    journal, replica, snapshot_every, journal_mb: what servers do for their state's safety, see docs/parameter_server.md
-    patience:       seconds to wait for a worker that fell silent
-    timeout:        seconds to wait for a server that fell silent
+    prefetch:       True reads the rows of the next batch during the current step (in async mode these rows miss the
+                    update of the current step)
+    server_device:  device of dense blocks on servers: "cpu" or "cuda"
+    journal, replica, snapshot_every, journal_mb: durability of server state, see docs/parameter_server.md
+    patience:       seconds without a message before a worker is considered lost, default 60
+    timeout:        seconds without a message before a server is considered lost, default 120
     """
 
     mode: Literal["sync", "async", "bounded", "geo", "hybrid"] = "sync"

@@ -1,4 +1,4 @@
-"""Which steps of a run are recorded: ``5:10``, ``7``, or nothing but the wish, which means some after the warm-up."""
+"""Parse the steps that a timeline records: ``5:10``, ``7``, or ``auto`` for some steps after the warm-up."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from echelon.base.errors import UsageError
 
-#: Without steps named: how many to let pass, and how many to record. The first steps compile, allocate and meet.
+#: For ``auto``: steps to skip, and steps to record. The first steps compile, allocate and set up communication.
 WARM_UP, COUNT = 10, 5
-#: What stands for that on a command line and in the environment.
+#: The value on a command line and in the environment that selects this default.
 AFTER_WARM_UP = "auto"
 
 
 class RecordedSteps(NamedTuple):
-    """``first`` to ``last``, both recorded."""
+    """The range of recorded steps, from ``first`` to ``last`` inclusive."""
 
     first: int
     last: int
@@ -24,18 +24,24 @@ class RecordedSteps(NamedTuple):
 
 
 def is_steps(text: str) -> bool:
-    """Whether a word looks like steps, right or wrong; so that a script after a bare ``--timeline`` is not taken."""
+    """Return True if an argument looks like steps, valid or not; a script after a bare ``--timeline`` does not."""
     return text == AFTER_WARM_UP or re.fullmatch(r"-?\d[\d:.,-]*", text) is not None
 
 
 def check_steps(text: str, asked_by: str) -> str:
-    """``text`` itself, when it names steps; ``asked_by`` is what the user wrote it after."""
+    """Return ``text`` if it is a valid range of steps; ``asked_by`` names the option in the error message.
+
+    Raises UsageError if it is not valid.
+    """
     parse_steps(text, asked_by, 0)
     return text
 
 
 def parse_steps(text: str, asked_by: str, done: int) -> RecordedSteps:
-    """The steps that ``text`` names, for a run that begins after ``done`` steps."""
+    """Return the steps that ``text`` names, for a run that begins after ``done`` steps.
+
+    Raises UsageError if ``text`` is not a valid range; ``asked_by`` names the option in the message.
+    """
     if text == AFTER_WARM_UP:
         return RecordedSteps(done + WARM_UP + 1, done + WARM_UP + COUNT)
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)

@@ -1,4 +1,4 @@
-"""Strategy: everything a user may ask of a run, apart from the model itself. It only asks; the Plan decides."""
+"""Strategy: all options of a run except the model. A Strategy is a request; the Plan has the decisions."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ T = TypeVar("T")
 
 @strict
 class Strategy:
-    """What to switch on. The default is plain data parallelism that equals one process on the global batch.
+    """The options of a run. The default is plain data parallelism that equals one process on the global batch.
 
     Each option takes ``True`` (the defaults), or its settings: ``Strategy(dgc=True)``, ``Strategy(dgc=Dgc(...))``,
-    ``Strategy(dgc={...})``, or as Paddle Fleet has it ``Strategy(dgc=True, dgc_configs={...})``.
+    ``Strategy(dgc={...})``, or in the form of Paddle Fleet ``Strategy(dgc=True, dgc_configs={...})``.
 
-    amp:               "bf16" (also ``True``), "fp16", or an Amp: forward and loss in 16 bits; False: never. None: bf16
-                       on GPUs that have it
-    recompute:         keep few activations, compute the rest again in backward
-    lars, lamb:        large-batch optimizers in place of the SGD, the Adam that was given
-    dgc:               send only the largest gradient entries
-    localsgd:          ranks step alone and average their weights every k steps
-    adaptive_localsgd: the same, with k following the loss
-    shard:             1, 2 or 3 (also ``True``): replicas share out optimizer state, gradients, parameters
+    amp:               "bf16" (also ``True``), "fp16", or an Amp: forward and loss in 16 bits; False disables it. None
+                       (default) is bf16 on GPUs that support it
+    recompute:         activation checkpointing: keeps few activations and recomputes the others in backward
+    lars, lamb:        large-batch optimizers that replace the user's SGD (lars) or Adam (lamb)
+    dgc:               deep gradient compression: only the largest gradient entries are sent
+    localsgd:          ranks step without communication and average their weights every k steps
+    adaptive_localsgd: localsgd with a k that follows the loss
+    shard:             1, 2 or 3 (also ``True``), or a Shard: ZeRO level of optimizer state, gradients, parameters
     ps:                "sync" (also ``True``), "async", "bounded", "geo", "hybrid", or a ParameterServer: sparse tables
                        and dense parameters on servers
-    lean:              a Lean: six bytes a parameter, for models that are too large for one device
-    gradient_merge:    accumulate this many steps before one reduction and one update
-    fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16 bits on the network
-    clip:              scale gradients down to this global norm
-    lr_scaling:        "linear" (also ``True``), "sqrt", or an LrScaling: a larger rate for the larger batch
-    sync_batch_norm:   batch-norm statistics over all replicas, as one process would compute; False is faster.
-                       None: yes, except where ranks step alone
-    reduction:         how gradients travel
-    fast:              what makes a step quicker by itself, part by part (Fast), or False: nothing does
-    auto:              True, "measure" or an Auto: the plan is found by itself; it goes with nothing else
+    lean:              True or a Lean: six bytes per parameter, for models that are too large for one device
+    gradient_merge:    number of steps whose gradients are accumulated before one reduction and one update, default 1
+    fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16-bit gradients on the network
+    clip:              largest global norm of the gradients; larger gradients are scaled down
+    lr_scaling:        "linear" (also ``True``), "sqrt", or an LrScaling: a learning rate that grows with the batch
+    sync_batch_norm:   True computes batch-norm statistics over all replicas, as one process would; False is faster.
+                       None (default) is True, unless ranks step without communication
+    reduction:         a Reduction: settings of the gradient all-reduce
+    fast:              a Fast: settings of the fast path; False disables all of it
+    auto:              True, "measure" or an Auto: the plan is found automatically; no other option may be set
     """
 
     amp: bool | Literal["bf16", "fp16"] | Amp | None = None
@@ -92,12 +92,12 @@ class Strategy:
 
     @staticmethod
     def in_our_names(given: Mapping[Any, Any], label: str) -> dict[Any, Any]:
-        """Translate Fleet's names; refuse those of other frameworks, each with ours."""
+        """Translate the option names of Paddle Fleet; raise UsageError for those of other frameworks."""
         refuse_other_names(given, label)
         return fleet_names.translate(given, label, _SETTINGS)
 
     def part(self, kind: type[T]) -> T | None:
-        """The settings of one strategy, when it is on: ``strategy.part(Dgc)``."""
+        """Return the settings of one option, as in ``strategy.part(Dgc)``, or None if the option is off."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, kind):
@@ -115,18 +115,19 @@ class Strategy:
         ranks_per_host: int | None = None,
         sample: Any = None,
     ) -> str:
-        """What this will do to a step, in which order, and what it costs, in text.
+        """Return a text that describes the effects of the strategy on a step, in order, and their costs.
 
-        model:          then figures are those of its parameters, and not per parameter
-        ranks:          the size of the job; ``ranks_per_host`` of them share a host (None: all do)
-        sample:         an input, or a tuple of them, of the size one rank gets: then the activations are measured
+        model:          model whose parameters give the totals; without it, costs are per parameter
+        ranks:          number of ranks of the job, default 2
+        ranks_per_host: number of ranks per host; None means that all ranks share a host
+        sample:         input, or tuple of inputs, of the size of one rank's batch, to measure the activations
         """
         from echelon.tools.explain.strategy_report import explain
 
         return explain(self, model, ranks=ranks, ranks_per_host=ranks_per_host, sample=sample)
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, as values that JSON and YAML have."""
+        """Return the options that differ from the defaults, as plain values for JSON and YAML."""
         return strategy_files.to_plain(self)
 
     @classmethod
@@ -134,18 +135,18 @@ class Strategy:
         return build(cls, values)
 
     def save(self, path: str | Path) -> None:
-        """Write what differs from the defaults to a .yaml, .yml or .json file."""
+        """Write the options that differ from the defaults to a .yaml, .yml or .json file."""
         strategy_files.write(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """From a .yaml, .yml or .json file, under the same checks as the constructor."""
+        """Load a Strategy from a .yaml, .yml or .json file, with the checks of the constructor."""
         values = strategy_files.read(path)
         return strategy_files.named(path, lambda: cls.from_dict(values))
 
 
 def _settings(name: str, kind: type[Any]) -> Any:
-    """From what a user may write to settings or None: one form to compare, print and store."""
+    """Return a function that converts a user's value to settings or None: one form to compare, print and store."""
 
     def normal(value: Any) -> Any:
         if isinstance(value, bool):
@@ -173,7 +174,7 @@ _SETTINGS = {name: [field.name for field in dataclasses.fields(kind)] for name, 
 
 _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {
     "fp16_allreduce": lambda value: "fp16" if value is True else value or None,
-    "amp": lambda value: value if value is False else _settings("amp", Amp)(value),  # None is open, False is not
+    "amp": lambda value: value if value is False else _settings("amp", Amp)(value),  # None may become bf16, False not
     "fast": lambda value: None if value is True or value == Fast() else value,
     "auto": lambda value: value if isinstance(value, Auto) else Auto(measure=value == "measure") if value else None,
 }

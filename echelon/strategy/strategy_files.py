@@ -1,4 +1,4 @@
-"""A Strategy as plain values, and such values in YAML and JSON files. Files are data: nothing in one is ever run."""
+"""Convert a Strategy to plain values, and read and write them as YAML and JSON; no code in a file is executed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def to_plain(strategy: Strategy) -> dict[str, Any]:
-    """What differs from the defaults, as JSON and YAML have it: ``{"amp": "fp16", "dgc": {"sparsity": [0.99]}}``."""
+    """Return the options that differ from the defaults: ``{"amp": "fp16", "dgc": {"sparsity": [0.99]}}``."""
     return _differing(strategy)
 
 
@@ -46,7 +46,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def named(path: str | Path | None, make: Callable[[], T]) -> T:
-    """What ``make`` makes; when it refuses, the file is named as well."""
+    """Return the result of ``make``; if it raises UsageError, prefix the message with the path of the file."""
     try:
         return make()
     except UsageError as error:
@@ -54,7 +54,7 @@ def named(path: str | Path | None, make: Callable[[], T]) -> T:
 
 
 def parse_value(text: str, word: str) -> Any:
-    """One value as YAML reads it, for settings on a command line; ``word`` is what the user wrote."""
+    """Parse one value of a command-line setting as YAML; ``word`` is the whole argument, for the error message."""
     try:
         return _parse_yaml(text)
     except ValueError as error:
@@ -111,7 +111,10 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_repeated_names(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Both formats let the last of two equal names win, without a word."""
+    """Return the pairs as a dict; raise UsageError if a name occurs twice.
+
+    The JSON and YAML parsers would silently keep the last one.
+    """
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
@@ -133,7 +136,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _refuse_repeats_in(node: Any, seen: set[int]) -> None:
-    if id(node) in seen:  # an alias may point back to what it is in
+    if id(node) in seen:  # an alias may point to one of its own ancestors
         return
     seen.add(id(node))
     if isinstance(getattr(node, "value", None), list):

@@ -1,4 +1,4 @@
-"""A Strategy as a table for people."""
+"""Format a Strategy as a text table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD = ("strategy", "settings (* differs from the default)")
 
 
 def table(strategy: Strategy) -> str:
-    """One line for each strategy that is on, and one for those that are off."""
+    """Return a table with one line for each option that is on, and one line for all that are off."""
     rows, off = [_HEAD], []
     for field in dataclasses.fields(strategy):
         value = getattr(strategy, field.name)
@@ -32,7 +32,7 @@ def table(strategy: Strategy) -> str:
 
 
 def settings(value: Any, default: Any) -> str:
-    """``k_steps=4*  begin_step=0``: all settings of a part, or the value itself."""
+    """Return all settings of an option as text, such as ``k_steps=4*  begin_step=0``, or the value itself."""
     if not dataclasses.is_dataclass(value):
         return f"{word(value)}{'' if value == default else '*'}"
     fields = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
@@ -50,6 +50,6 @@ def word(value: Any) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns, each as wide as its widest entry; the last is free."""
+    """Return the rows as lines with aligned columns; the last column is not padded."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)

@@ -1,6 +1,6 @@
-"""The update rules that a sparse table knows: what a server does to a row with its gradient.
+"""The update rules of sparse tables: each describes how a server updates a row with its gradient.
 
-Only rows that have a gradient move. ``step`` in a formula is the number of updates the table has seen, as in
+Only rows with a gradient change. ``step`` in a formula is the number of updates of the table, as in
 ``torch.optim.SparseAdam``; it does not depend on the number of servers.
 """
 
@@ -11,7 +11,7 @@ from echelon.base.config import require, strict
 
 @strict
 class Sgd:
-    """w -= lr * g"""
+    """Plain SGD: w -= lr * g"""
 
     lr: float = 0.01
 
@@ -21,7 +21,7 @@ class Sgd:
 
 @strict
 class Momentum:
-    """v = momentum * v + g;  w -= lr * v  (nesterov: w -= lr * (g + momentum * v))"""
+    """SGD with momentum: v = momentum * v + g;  w -= lr * v  (nesterov: w -= lr * (g + momentum * v))"""
 
     lr: float = 0.01
     momentum: float = 0.9
@@ -34,7 +34,7 @@ class Momentum:
 
 @strict
 class Adagrad:
-    """a += g * g;  w -= lr * g / (sqrt(a) + eps). ``row_wise`` keeps one ``a`` a row: a += mean(g * g)"""
+    """Adagrad: a += g * g;  w -= lr * g / (sqrt(a) + eps). ``row_wise`` keeps one ``a`` per row: a += mean(g * g)"""
 
     lr: float = 0.01
     initial_accumulator: float = 0.0
@@ -49,7 +49,7 @@ class Adagrad:
 
 @strict
 class Adam:
-    """As torch.optim.SparseAdam: moments of the rows at hand, corrected for bias by the table's steps."""
+    """Adam as in torch.optim.SparseAdam: moments of updated rows, with bias correction by the table's step count."""
 
     lr: float = 0.001
     beta1: float = 0.9
@@ -65,7 +65,7 @@ class Adam:
 
 @strict
 class Ftrl:
-    """FTRL-proximal, as echelon.optim.FTRL: sparse weights from l1."""
+    """FTRL-proximal as in echelon.optim.FTRL; l1 makes weights sparse."""
 
     lr: float = 0.01
     l1: float = 0.0
@@ -83,7 +83,7 @@ class Ftrl:
 
 Rule = Sgd | Momentum | Adagrad | Adam | Ftrl
 
-#: What a name in place of a rule stands for.
+#: The rules that a name selects.
 NAMED: dict[str, Rule] = {
     "sgd": Sgd(),
     "momentum": Momentum(),
@@ -95,7 +95,7 @@ NAMED: dict[str, Rule] = {
 
 
 def state_width(rule: Rule, dim: int) -> int:
-    """Floats of state beside the ``dim`` weights of a row."""
+    """Return the number of floats of optimizer state of a row with ``dim`` weights."""
     if isinstance(rule, Adagrad):
         return 1 if rule.row_wise else dim
     return {Sgd: 0, Momentum: dim, Adam: 2 * dim, Ftrl: 2 * dim}[type(rule)]

@@ -1,1 +1,1 @@
-"""Commands beside training: doctor, verify, memory, plans, reports, benchmarks."""
+"""Implementation of the commands other than training: doctor, verify, memory, plan, report, bench."""

@@ -1,4 +1,4 @@
-"""The zoo: models, data sets and the ``echelon train`` command. ``echelon zoo list`` shows what there is."""
+"""The zoo: models, data sets and the ``echelon train`` command. ``echelon zoo list`` lists them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,11 @@ __all__ = ["Data", "Dataset", "Model", "Request", "Setting", "all_datasets", "al
 
 
 def load(name: str, **parameters: Any) -> "Application":
-    """Make a model of the zoo with its loss, its recompute checkpoints, its data and its loader.
+    """Build a model of the zoo with its loss, its recompute checkpoints, its data and its loader.
 
-    name:       one of ``echelon zoo list``
-    parameters: those of ``echelon train``, by name: num_classes, image_size, dataset_name, dataset_dir, batch_size, ...
+    name:       name of a model, see ``echelon zoo list``
+    parameters: parameters of ``echelon train``: num_classes, image_size, dataset_name, dataset_dir, batch_size, ...
     """
-    from echelon.zoo.application import load as load_application  # it needs this package
+    from echelon.zoo.application import load as load_application  # imported here because it imports this package
 
     return load_application(name, **parameters)

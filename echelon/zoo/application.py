@@ -1,4 +1,4 @@
-"""A model of the zoo with its loss, its recompute checkpoints and its loader, for training loops of one's own."""
+"""A model of the zoo with its loss, its recompute checkpoints and its loader, for custom training loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, TrainArguments
 if TYPE_CHECKING:
     from echelon.engine.engine import Engine
 
-#: The data set that a folder is read as, by what is learned, where no ``dataset_name`` is given.
+#: task -> the data set that reads a folder if no ``dataset_name`` is given
 READ_AS = {
     "classify_images": "image_folder",
     "masked_lm": "masked_lm",
@@ -42,12 +42,12 @@ READ_AS = {
 class Application:
     """A model of the zoo, ready for ``echelon.distribute``.
 
-    model:       on this process's device
-    loss:        of the model's output and the target, the mean over examples
+    model:       the model, on the device of this process
+    loss:        function of (output, target), a mean over examples
     checkpoints: names of the modules whose outputs recompute keeps, for ``Recompute(checkpoints=...)``
-    metrics:     by name, for ``engine.evaluate``
-    data:        the data set; ``data.test`` is what ``engine.evaluate`` takes
-    request:     every parameter of ``echelon train`` by name, with its value
+    metrics:     metrics by name, for ``engine.evaluate``
+    data:        the data set; ``data.test`` is the input of ``engine.evaluate``
+    request:     values of all parameters of ``echelon train``, by name
     """
 
     model: nn.Module
@@ -60,26 +60,27 @@ class Application:
     def loader(
         self, engine: Engine, *, batch_size: int | None = None, global_batch: int | None = None, **options: Any
     ) -> Loader:
-        """Return this rank's share of the training data, as ``engine.loader`` does.
+        """Return the loader of this rank's share of the training data, made with ``engine.loader``.
 
-        batch_size: of each replica; as the model advises where neither it nor ``global_batch`` is given
-        options:    of ``engine.loader``, over those that the data set needs
+        batch_size:   batch size of each replica; the model's default if neither it nor ``global_batch`` is given
+        global_batch: batch size of all replicas together
+        options:      options of ``engine.loader``, which override those that the data set sets
         """
         if batch_size is None and global_batch is None:
             batch_size = self.request["batch_size"]
         return train_loader(engine, self.request, self.data, batch_size, global_batch, **options)
 
     def optimizer(self) -> Optimizer:
-        """Return the optimizer that the parameters ask for: the model's own advice, unless ``load`` was told more."""
+        """Return the optimizer that the parameters of ``load`` select, with the model's defaults."""
         return make_optimizer(self.model, self.request)
 
 
 def load(name: str, **parameters: Any) -> Application:
-    """Make a model of the zoo with its data, after ``echelon.init()``.
+    """Build a model of the zoo with its data, after ``echelon.init()``.
 
-    name:       one of ``echelon zoo list``, or timm:NAME, hf:NAME
-    parameters: those of ``echelon train``, by name: num_classes, image_size, dataset_name, dataset_dir, batch_size, ...
-                Without dataset_dir and dataset_name the data is made up.
+    name:       name of a model, see ``echelon zoo list``, or timm:NAME, hf:NAME
+    parameters: parameters of ``echelon train``: num_classes, image_size, dataset_name, dataset_dir, batch_size, ...
+                Without dataset_dir and dataset_name the data is synthetic.
     """
     for given in parameters:
         if given in STRATEGY_OPTIONS:
@@ -102,7 +103,7 @@ def load(name: str, **parameters: Any) -> Application:
 
 
 def open_data(resolved: TrainConfig) -> tuple[TrainConfig, Data]:
-    """Open the data set, before the model is built: it knows how many classes and words there are."""
+    """Open the data set, before the model is built, because the data determines the numbers of classes and words."""
     if "://" in (resolved["dataset_dir"] or ""):
         resolved = resolved.with_value("dataset_dir", str(local(resolved["dataset_dir"])))
     data = packing(resolved.dataset.open(resolved.request), resolved.request, echelon.device(), planned=plans(resolved))
@@ -110,7 +111,7 @@ def open_data(resolved: TrainConfig) -> tuple[TrainConfig, Data]:
 
 
 def let_arrive(model: nn.Module, data: Data) -> None:
-    """Apply what the data set does to inputs on the device: images travel as bytes and become floats there."""
+    """Register the data set's on-device transform on the model: images are copied as bytes and become floats there."""
     arrive = data.arrive
     if arrive is not None:
         model.register_forward_pre_hook(lambda module, inputs: arrive(inputs))
@@ -119,7 +120,7 @@ def let_arrive(model: nn.Module, data: Data) -> None:
 def train_loader(
     engine: Engine, request: Request, data: Data, batch_size: int | None, global_batch: int | None = None, **more: Any
 ) -> Loader:
-    """Return the loader of the training part, with the input parameters of the request and ``more`` on top."""
+    """Return the loader of the training part, with the input parameters of the request, overridden by ``more``."""
     options = loader_options(request, data, engine.world.place.local_world_size)
     sizes = {"batch_size": batch_size, "global_batch": global_batch}
     return engine.loader(train_part(request, data), **sizes, **{**options, **more})
@@ -130,7 +131,7 @@ def _words(parameters: Mapping[str, Any]) -> dict[str, str | bool]:
 
 
 def _read_as(resolved: TrainConfig) -> str:
-    """Return the data set for a folder of which only the place is known."""
+    """Return the name of the data set that reads a folder whose format is not given."""
     able = resolved.model.tasks[resolved["task_type"]]
     found = next((READ_AS[task] for task in able if task in READ_AS), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""``echelon zoo copy NAME``: a model and its training loop as a script that stands alone, to be changed at will."""
+"""``echelon zoo copy NAME``: write a model and its training loop into a script that the user can change."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from echelon.zoo.train.resolve import TrainConfig, resolve
 from echelon.zoo.train.train_arguments import TrainArguments
 
 _HERE = Path(__file__).parent
-_BLOCKS = "echelon.zoo.models."  #: modules whose code is copied; what comes from others is imported
+_BLOCKS = "echelon.zoo.models."  #: prefix of modules whose code is copied; names from other modules are imported
 
 
 def copy_model(name: str, out: str | None) -> str:
-    """Write the script; returns what is to be said."""
+    """Write the script and return a message for the user."""
     path = Path(out or f"{name.replace(':', '_').replace('/', '_')}.py")
     if path.exists():
         raise UsageError(f"'{path}' is there already; remove it, or name another file: echelon zoo copy {name} FILE")
@@ -36,7 +36,7 @@ def copy_model(name: str, out: str | None) -> str:
 
 
 def script(name: str) -> str:
-    """The text of it."""
+    """Return the text of the script."""
     if is_place(name):
         raise UsageError(f"'{name}' is a file of your own already; train it: echelon train --model_name {name}")
     if ":" in name:
@@ -59,20 +59,20 @@ def script(name: str) -> str:
 
 
 def _values(resolved: TrainConfig) -> str:
-    """What the parts of the zoo that stay imported read."""
+    """Return the parameter values for the parts of the zoo that the script imports."""
     return "\n".join(f"    {name!r}: {value.value!r}," for name, value in resolved.values.items())
 
 
 @dataclass(frozen=True)
 class ModelConstruction:
-    """How a model is made: the call, as it is written, and what of which modules it needs."""
+    """The code that constructs a model: the call as source text, and the (module, name) pairs that it uses."""
 
     call: str
     roots: list[tuple[str, str]]
 
 
 def _making(entry: Model, request: Request) -> ModelConstruction:
-    """By its class where the arguments are plain values; else by the function of its entry."""
+    """Return a call of the model's class if its arguments are plain values, else of the build function of its entry."""
     kind, call = _watched(entry, request)
     if kind.__module__.startswith(_BLOCKS) and _is_code(call):
         used = {node.id for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)}
@@ -87,7 +87,7 @@ def _making(entry: Model, request: Request) -> ModelConstruction:
 
 
 def _watched(entry: Model, request: Request) -> tuple[type[nn.Module], str]:
-    """The model's class, and the arguments it is made with, found by watching it being made."""
+    """Return the model's class and the source of the call that constructs it, recorded while the model is built."""
     with torch.device("meta"):
         kind = type(entry.build(request))
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -111,7 +111,7 @@ def _watched(entry: Model, request: Request) -> tuple[type[nn.Module], str]:
 def _is_code(call: str) -> bool:
     try:
         return bool(ast.parse(call, mode="eval"))
-    except SyntaxError:  # an object that prints itself as something else
+    except SyntaxError:  # the repr of an argument is not Python code
         return False
 
 
@@ -120,7 +120,7 @@ def _globals(module: str) -> dict[str, Any]:
 
 
 def _place(constant: Any) -> tuple[str, str]:
-    """The module and the name of a constant of the zoo's models."""
+    """Return the module and the name of a constant of the zoo's models."""
     for module in [name for name in sys.modules if name.startswith(_BLOCKS)]:
         for name, value in _globals(module).items():
             if value is constant:
@@ -132,7 +132,7 @@ def _place(constant: Any) -> tuple[str, str]:
 
 @dataclass
 class CopiedSource:
-    """What a class needs: definitions in the order they are written in, and imports."""
+    """The source that a class needs: definitions, in the order of their files, and imports."""
 
     definitions: list[str]
     imports: set[str]
@@ -145,7 +145,7 @@ class CopiedSource:
         return found
 
     def _take(self, module: str, wanted: set[str]) -> None:
-        """The definitions of ``wanted`` names and of all they use; those of other model files come first."""
+        """Add the definitions of ``wanted`` names and of all names they use; those of other model files come first."""
         source = inspect.getsource(sys.modules.get(module) or import_module(module))
         tree = ast.parse(source)
         defined = {name: node for node in tree.body for name in _defines(node)}
@@ -199,6 +199,6 @@ def _names(node: ast.stmt) -> set[str]:
 
 
 def _text(source: str, node: ast.stmt) -> str:
-    """As it is written, decorators included."""
+    """Return the source text of a statement, including its decorators."""
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
     return "\n".join(source.splitlines()[first - 1 : node.end_lineno])

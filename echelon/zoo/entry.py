@@ -1,4 +1,4 @@
-"""What the zoo knows of a model and of a data set: the words that models, data sets and the train command share."""
+"""Zoo entries of models and data sets: the classes that models, data sets and the train command share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from echelon.strategy.annotations.marks import Mark
 if TYPE_CHECKING:  # names are looked up before torch is imported
     from torch import Tensor, nn
 
-OWN_RUNNER = "own"  #: the family of models that users bring
+OWN_RUNNER = "own"  #: the family of user models
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A parameter that a model or a data set adds to the common ones, declared beside it.
+    """A parameter that a model or a data set adds to the common ones.
 
-    kind:     its type, where the default does not tell (None, say): ``int``, ``str | None``, ``Literal["a", "b"]``
-    required: the user must give it
+    kind:     type, if the default does not determine it (as None): ``int``, ``str | None``, ``Literal["a", "b"]``
+    required: True if the user must give a value
     """
 
     name: str
@@ -35,9 +35,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Request:
-    """What a run was asked for, resolved: every parameter by name, the common ones and those of model and data set.
+    """The resolved parameters of a run: common ones and those of the model and the data set.
 
-    task: what is to be learned (echelon.zoo.tasks): what a batch is, the loss, the metrics
+    values: values by parameter name
+    task:   name of the task (echelon.zoo.tasks), which defines the batch, the loss and the metrics
     """
 
     values: Mapping[str, Any]
@@ -47,29 +48,32 @@ class Request:
         return self.values[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """``default`` where the value is None, and where neither model nor data set has such a parameter."""
+        """Return a value; ``default`` if it is None or if neither model nor data set has the parameter."""
         value = self.values.get(name)
         return default if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model of the zoo: how to make it, what it learns, and how it is best trained.
+    """A model of the zoo: its constructor, its tasks and its recommended training settings.
 
-    runner:     the family it belongs to, as ``--runner_name`` says it
-    build:      makes it for a request. Draws its weights from torch's global generator only
-    tasks:      for each ``--task_type``, what it can learn; the first that the data set can feed is taken
-    parameters: how many it has with its defaults and ``counted`` on top, as published; tested
-    published:  where that number is from
-    settings:   parameters of its own
-    defaults:   of common parameters, where it wants others: {"optimizer": "adamw", "learning_rate": 1e-4}
-    recompute:  names (patterns as in file names) of modules that are good segments to recompute
-    cuts:       names of modules, in order, that a stage may well begin with: whole blocks, with one tensor between them
-    split:      marks by name for ``--split``: what is worth cutting
-    strategy:   what is recommended on many devices, as a Strategy's dict, with ``advice`` saying why
-    tiny:       values that make it small: for tests, and a first try
-    same_as:    the entry that this is a second name of
-    loss:       a loss of its own, a function of (output, target), in place of the task's
+    runner:     model family, the value of ``--runner_name``
+    build:      function that builds the model for a request; it draws weights from torch's global generator only
+    tasks:      tasks the model can learn, by ``--task_type``; the first that the data set provides is used
+    about:      description in one line
+    parameters: published number of parameters, with the defaults and ``counted``; a test checks it
+    counted:    values of settings that the published number assumes
+    published:  source of the published number
+    settings:   parameters of the model itself
+    defaults:   model-specific defaults of common parameters: {"optimizer": "adamw", "learning_rate": 1e-4}
+    recompute:  names (glob patterns) of modules that are good segments for activation checkpointing
+    cuts:       names of modules, in order, at which a pipeline stage may begin: whole blocks with one tensor between
+    split:      marks by module name for ``--split``: modules worth sharding
+    strategy:   recommended options on many devices, as the dict of a Strategy
+    advice:     reason for the recommended strategy
+    tiny:       values that make the model small, for tests and a first try
+    same_as:    name of the entry of which this is an alias
+    loss:       loss of the model, a function of (output, target), which replaces the loss of the task
     """
 
     name: str
@@ -94,15 +98,15 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """A data set, opened.
+    """An open data set.
 
-    train, test: what ``engine.loader`` and ``engine.evaluate`` take; no test part: None
-    facts:       what it says of parameters (num_classes, vocab_size, ...): taken where the user has not said, and an
-                 error where the user has said otherwise
+    train, test: inputs of ``engine.loader`` and ``engine.evaluate``; ``test`` is None if there is no test part
+    facts:       parameter values that the data determines (num_classes, vocab_size, ...): used as defaults; a different
+                 value of the user is an error
     loader:      further options of the loader of ``train`` (collate, lengths, ...)
-    arrive:      what becomes of a batch's inputs (without the target) on the device, before the model sees them:
-                 images travel as bytes and become normalized floats there. A function of the inputs, or None
-    about:       one line for the console: how many samples, of what, from where
+    arrive:      function applied to the inputs of a batch (without the target) on the device, before the model, or
+                 None; images are copied as bytes and become normalized floats there
+    about:       line for the console: number, kind and source of the samples
     """
 
     train: Any
@@ -117,9 +121,12 @@ class Data:
 class Dataset:
     """A kind of data set of the zoo.
 
-    tasks: those it can feed
-    open:  finds and reads it; every rank calls it, so it must give the same on each. A folder that is missing, empty or
-           half-downloaded is a DataError of one line
+    open:     function that finds and reads the data. Every rank calls it, so it must give the same result on each. It
+              raises DataError with one line if a folder is missing, empty or partly downloaded
+    tasks:    tasks for which the data set provides batches
+    about:    description in one line
+    settings: parameters of the data set itself
+    defaults: defaults of common parameters for this data set
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Names of all models and data sets of the zoo: a slip is told without importing them, and torch with them.
+"""Names of all models and data sets of the zoo, so that a typo is reported without importing their modules and torch.
 
-A test compares them with what the modules of the zoo add.
+A test compares the names with the registered entries.
 """
 
 from __future__ import annotations

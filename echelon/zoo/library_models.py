@@ -1,7 +1,7 @@
-"""Models of other libraries, as entries of the zoo: ``timm:NAME`` for images, ``hf:NAME`` for text.
+"""Models of other libraries as entries of the zoo: ``timm:NAME`` for images, ``hf:NAME`` for text.
 
-Nothing is downloaded and no code but the library's runs: weights are drawn, or restored from a file of the user. The
-modules keep the library's names, so its weight files fit.
+Nothing is downloaded, and no code other than the library's is executed: weights are random, or restored from a user's
+file. The modules keep the library's names, so its weight files can be loaded.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from echelon.zoo.entry import Model, Request, Setting
 
 T = TypeVar("T")
 
-#: the package that has the models of a library's short name
+#: short name of a library -> its package
 PACKAGES = {"timm": "timm", "hf": "transformers"}
 
-#: attributes by which a config says that a position may see only those before it
+#: config attributes that turn on causal attention
 CAUSAL = ("is_decoder", "causal")
 
-#: in transformers' list of causal models, but each position sees all others unless it gets a mask of its own
+#: model types in transformers' list of causal models whose attention is not causal without an explicit mask
 NOT_CAUSAL = {"xlnet"}
 
 
 def borrow(library: str, name: str) -> Model:
-    """The entry of ``library:name``."""
+    """Return the entry of ``library:name``."""
     if library not in PACKAGES:
         known = " or ".join(f"{short}:NAME" for short in PACKAGES)
         raise UsageError(
@@ -49,7 +49,7 @@ def _imported(library: str, name: str) -> Any:
         missing = (error.name or package).partition(".")[0]
         state = "which is not installed" if missing == package else f"which lacks '{missing}'"
         raise UsageError(f"{library}:{name} needs the library {package}, {state}; pip install {missing}") from None
-    except Exception as error:  # an installation that does not fit this torch fails in ways of its own
+    except Exception as error:  # an installation that does not match this torch may raise anything
         line = str(error).strip().partition("\n")[0]
         raise UsageError(
             f"{library}:{name} needs the library {package}, which cannot be imported here ({line}); reinstall it"
@@ -72,7 +72,7 @@ def _from_timm(timm: Any, name: str) -> Model:
 
     def build(request: Request) -> nn.Module:
         asked = request["image_size"]
-        # Networks for images of one size are made for another; the others take any and know no such argument.
+        # Only networks with a fixed input size accept img_size; the others take images of any size.
         resized = {"img_size": asked} if config.fixed_input_size and asked != size else {}
         make = {"num_classes": request["num_classes"], "in_chans": request["channels"], **resized}
         network: nn.Module = _made(f"timm:{name}", lambda: timm.create_model(name, pretrained=False, **make))
@@ -92,7 +92,7 @@ def _from_timm(timm: Any, name: str) -> Model:
 
 
 def _made(name: str, make: Callable[[], T]) -> T:
-    """What ``make`` gives; what the library says against it, in one line."""
+    """Return the result of ``make``; raise UsageError with one line if the library raises an error."""
     try:
         return make()
     except EchelonError:
@@ -108,7 +108,7 @@ def _made(name: str, make: Callable[[], T]) -> T:
 def _from_transformers(transformers: Any, name: str) -> Model:
     config = _config(transformers, name)
     tasks = _learnable(config.model_type)
-    if getattr(config, "is_encoder_decoder", False):  # as classifiers they want an end-of-text token in each sequence
+    if getattr(config, "is_encoder_decoder", False):  # as classifiers they need an end-of-text token in each sequence
         tasks = tuple(task for task in tasks if task != "classify_text")
     if not tasks:
         raise UsageError(f"hf:{name} can neither classify text nor continue it; take a model that can, e.g. hf:bert")
@@ -128,7 +128,7 @@ def _from_transformers(transformers: Any, name: str) -> Model:
 
 
 def _config(transformers: Any, name: str) -> Any:
-    """The defaults of a kind of model, or what the config.json in a folder says."""
+    """Return the default config of a model type, or the config.json of a folder."""
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
         folder = Path(name).expanduser()
         if not (folder / "config.json").is_file():
@@ -144,7 +144,7 @@ def _config(transformers: Any, name: str) -> Any:
 
 
 def _learnable(kind: str) -> tuple[str, ...]:
-    """Tasks of a kind of model, those of finetuning first."""
+    """Return the tasks of a model type, those of finetuning first."""
     lists = importlib.import_module("transformers.models.auto.modeling_auto")
     classifies = kind in lists.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     continues = kind in lists.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in NOT_CAUSAL
@@ -171,7 +171,7 @@ def _text_model(transformers: Any, name: str, request: Request) -> nn.Module:
         setattr(config, key, value)
     _check_length(name, config, request["max_seq_length"])
     config.use_cache = False
-    if config.pad_token_id is None:  # classifiers that judge by the last word find it by the padding behind it
+    if config.pad_token_id is None:  # classifiers that use the last token find it by the padding after it
         config.pad_token_id = getattr(config, "eos_token_id", None) or 0
     if not 0 <= config.pad_token_id < config.vocab_size:
         config.pad_token_id = 0
@@ -208,15 +208,15 @@ def _check_length(name: str, config: Any, length: int) -> None:
         raise UsageError(f"--max_seq_length {length}: hf:{name} has {longest} positions; take {longest} or less")
 
 
-# ---- how a model of transformers eats the zoo's batches ----
+# ---- adapters from batches of the zoo to models of transformers ----
 
 Feed = Callable[[Any, Callable[..., Any], tuple[Tensor, ...]], Tensor]
 
 
 def _fed(model: Any, feed: Feed) -> nn.Module:
-    """The model as an instance of a class whose forward takes a batch of ours and returns logits.
+    """Change the model's class to one whose forward takes a batch of the zoo and returns logits; return the model.
 
-    A module around it would put a prefix before the names of its weights, and files of weights would no longer fit.
+    A wrapper module would add a prefix to the names of its weights, so that weight files would no longer match.
     """
     kind = type(model)
 

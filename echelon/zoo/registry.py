@@ -1,4 +1,4 @@
-"""Finding models and data sets by name. Modules of ``models`` and ``datasets`` add their own when they are imported."""
+"""Find models and data sets by name; modules of ``models`` and ``datasets`` register their entries on import."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from echelon.base.errors import UsageError
 from echelon.zoo.entry import Dataset, Model
 from echelon.zoo.entry_names import DATASETS, MODELS
 
-#: names of data sets that earlier systems gave them
+#: former names of data sets -> present names
 SYNONYMS = {"mock_image": "mock"}
 
-#: families of models, each with the one that is taken when only the family is named
+#: model family -> the model that is used if only the family is given
 RUNNERS = {
     "images": "inception_resnet_v2",
     "bert": "bert_base",
@@ -32,26 +32,26 @@ _datasets: dict[str, Dataset] = {}
 
 
 def add(entry: Model | Dataset) -> None:
-    """Called by the module that has the entry."""
+    """Register an entry; called by the module that defines it."""
     known: dict[str, Model] | dict[str, Dataset] = _models if isinstance(entry, Model) else _datasets
     assert entry.name not in known, f"two entries are called {entry.name}"
     known[entry.name] = entry  # type: ignore[assignment]
 
 
 def all_models() -> Mapping[str, Model]:
-    """All models by name."""
+    """Return all models by name."""
     _import_all("echelon.zoo.models")
     return _models
 
 
 def all_datasets() -> Mapping[str, Dataset]:
-    """All data sets by name."""
+    """Return all data sets by name."""
     _import_all("echelon.zoo.datasets")
     return _datasets
 
 
 def model(name: str) -> Model:
-    """The model of this name; ``timm:NAME`` and ``hf:NAME`` are those of other libraries, ``file.py:Name`` a user's."""
+    """Return the model of this name; ``timm:NAME`` and ``hf:NAME`` are library models, ``file.py:Name`` is a user's."""
     library, _, inner = name.partition(":")
     if _is_own(name):
         from echelon.zoo.own import own_model
@@ -67,7 +67,7 @@ def model(name: str) -> Model:
 
 
 def require_name(name: str) -> None:
-    """Refuse what names neither a model nor a data set; nothing of the zoo is imported for it."""
+    """Raise UsageError if the name is neither a model nor a data set, without importing the modules of the zoo."""
     if ":" not in name and name not in MODELS | DATASETS | _models.keys() | _datasets.keys():
         raise _no_model(name)
 
@@ -78,7 +78,7 @@ def _no_model(name: str) -> UsageError:
 
 
 def dataset(name: str) -> Dataset:
-    """Return the data set of this name; ``file.py:Name`` is one of the user's."""
+    """Return the data set of this name; ``file.py:Name`` is a user's data set."""
     if _is_own(name):
         from echelon.zoo.own import own_dataset
 
@@ -88,7 +88,7 @@ def dataset(name: str) -> Dataset:
 
 
 def require_dataset(name: str) -> None:
-    """Refuse what names no data set; nothing of the zoo is imported for it."""
+    """Raise UsageError if the name is no data set, without importing the modules of the zoo."""
     if ":" in name or SYNONYMS.get(name, name) in DATASETS | _datasets.keys():
         return
     close = difflib.get_close_matches(name, DATASETS, n=1)
@@ -99,7 +99,7 @@ def require_dataset(name: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    if ":" not in name:  # most names need no import
+    if ":" not in name:  # avoids the import for most names
         return False
     from echelon.zoo.own.own_object import is_place
 
@@ -107,7 +107,7 @@ def _is_own(name: str) -> bool:
 
 
 def _nearest_three(name: str, known: Collection[str]) -> str:
-    """Name the closest; of equally close ones the first by name: resnet_v1_50 before resnet_v2_50."""
+    """Return text that names the closest three; ties are in alphabetical order: resnet_v1_50 before resnet_v2_50."""
     close = sorted(known, key=lambda each: (-difflib.SequenceMatcher(None, name, each).ratio(), each))
     return f"; the nearest are {', '.join(close[:3])}"
 

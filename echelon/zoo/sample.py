@@ -1,4 +1,4 @@
-"""A model of the zoo with a batch it can learn from, ready to look at: for ``zoo show``, for plans, for tests."""
+"""Build a model of the zoo with a batch and a loss, for ``zoo show``, plans and tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.zoo.train.train_arguments import TrainArguments
 
 @dataclass(frozen=True)
 class Sample:
-    """``loss(model(*batch[:-1]), batch[-1])`` is a number to learn from."""
+    """A model, a batch and a loss, where ``loss(model(*batch[:-1]), batch[-1])`` is the loss of the batch."""
 
     model: nn.Module
     batch: tuple[Any, ...]
@@ -27,9 +27,10 @@ class Sample:
 
 
 def sample(name: str, values: Mapping[str, Any] | None = None, *, batch: int = 2, device: str | None = None) -> Sample:
-    """The model with its defaults and ``values`` on top, and a batch of made-up data (or of ``dataset_name``).
+    """Build the model with its defaults, overridden by ``values``, and a batch of synthetic data or ``dataset_name``.
 
-    device: "meta" builds it without memory, to look at sizes only
+    batch:  number of samples of the batch, default 2
+    device: device of the model; "meta" builds it without memory, to inspect sizes only
     """
     given = {"model_name": name, "num_sample_per_epoch": max(batch, 8), **(values or {})}
     resolved = resolve(

@@ -1,7 +1,7 @@
-"""Tasks: what a batch is, and how an output is judged.
+"""Tasks: the layout of a batch, the loss and the metrics of each kind of training.
 
-Every loss is a mean over samples of a loss of each sample alone. So a batch may be cut in any way, over replicas and
-micro-batches, and the numbers stay those of one process.
+Every loss is a mean over samples, and the loss of a sample depends on that sample only. So a batch may be divided in
+any way over replicas and micro-batches, and the numbers equal those of one process.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from torch import Tensor
 from echelon.base.errors import UsageError, nearest
 from echelon.nn import Packed, mean_over_samples
 
-OWN = "own"  #: the task of a model that brings its own loss
+OWN = "own"  #: the task of a model with its own loss
 
-IGNORED = -100  #: a label that counts for nothing: padding, and positions that are not asked for
+IGNORED = -100  #: the label of positions that the loss ignores: padding and unlabelled positions
 
-AUXILIARY_WEIGHT = 0.4  #: of an inception's second classifier (Szegedy et al. 2015 has 0.3; slim has 0.4)
+AUXILIARY_WEIGHT = 0.4  #: weight of an inception's auxiliary classifier (0.3 in Szegedy et al. 2015, 0.4 in slim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """batch:  the tensors of a batch, the target last; what comes before it is what the model is called with
-    metrics:  by name, as ``engine.evaluate`` takes them; the first is the one a run ends by naming
-    unit:     what is counted per second
+    """A task of training.
+
+    batch:   description of the tensors of a batch: the inputs of the model, then the target
+    loss:    function of (output, target)
+    metrics: metrics by name, for ``engine.evaluate``; the last line of a run reports the first one
+    unit:    unit of the throughput, default "examples"
     """
 
     batch: str
@@ -37,7 +40,7 @@ class Task:
 
 
 def classification(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """Cross-entropy. In training an inception also hands out the logits of its auxiliary classifier."""
+    """Return the cross-entropy; in training an inception also outputs the logits of its auxiliary classifier."""
     if isinstance(output, tuple):
         logits, auxiliary = output
         return F.cross_entropy(logits, labels) + AUXILIARY_WEIGHT * F.cross_entropy(auxiliary, labels)
@@ -45,16 +48,16 @@ def classification(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Te
 
 
 def smoothed(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """Cross-entropy with a tenth of the label spread over all classes."""
+    """Return the cross-entropy with label smoothing of 0.1."""
     if isinstance(output, tuple):
         return smoothed(output[0], labels) + AUXILIARY_WEIGHT * smoothed(output[1], labels)
     return F.cross_entropy(output, labels, label_smoothing=0.1)
 
 
 def tokens(logits: Tensor, labels: Tensor | Packed) -> Tensor:
-    """Mean over sequences of each sequence's mean over its own labelled positions. [n, s, vocabulary], [n, s].
+    """Return the mean over sequences of the mean cross-entropy of each sequence's labelled positions.
 
-    Packed labels have logits [t, vocabulary], and the same loss.
+    The shapes are [n, s, vocabulary] and [n, s]. Packed labels have logits [t, vocabulary] and give the same loss.
     """
     if isinstance(labels, Packed):
         each = F.cross_entropy(logits.float(), labels.values, ignore_index=IGNORED, reduction="none")
@@ -65,13 +68,13 @@ def tokens(logits: Tensor, labels: Tensor | Packed) -> Tensor:
 
 
 def pretraining(output: tuple[Tensor, Tensor], target: tuple[Tensor | Packed, Tensor]) -> Tensor:
-    """BERT's two losses: the masked words [n, p, vocabulary], and whether the second sentence follows [n, 2]."""
+    """Return the sum of BERT's two losses: masked words [n, p, vocabulary] and next-sentence prediction [n, 2]."""
     (words, follows), (labels, next_sentence) = output, target
     return tokens(words, labels) + F.cross_entropy(follows.float(), next_sentence)
 
 
 def span(logits: Tensor, target: Tensor) -> Tensor:
-    """Where the answer begins and ends: [n, s, 2], and [n, 2] positions."""
+    """Return the loss of the answer's begin and end: logits [n, s, 2] and positions [n, 2]."""
     begins, ends = logits.float().unbind(-1)
     return 0.5 * (F.cross_entropy(begins, target[:, 0]) + F.cross_entropy(ends, target[:, 1]))
 
@@ -81,12 +84,12 @@ def clicked(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def masked_accuracy(output: tuple[Tensor, Tensor], target: tuple[Tensor | Packed, Tensor]) -> Tensor:
-    """Part of each sequence's masked words that were guessed."""
+    """Return the fraction of masked words predicted correctly, for each sequence."""
     return token_accuracy(output[0], target[0])
 
 
 def token_accuracy(logits: Tensor, labels: Tensor | Packed) -> Tensor:
-    """Part of each sequence's labelled positions that were guessed; where they are packed, the mean of these parts."""
+    """Return the fraction of labelled positions predicted correctly, for each sequence; their mean if packed."""
     if isinstance(labels, Packed):
         guessed = logits.argmax(-1) == labels.values
         return mean_over_samples(guessed.float(), labels, labels.values != IGNORED)
@@ -95,7 +98,7 @@ def token_accuracy(logits: Tensor, labels: Tensor | Packed) -> Tensor:
 
 
 def exact_span(logits: Tensor, target: Tensor) -> Tensor:
-    """1 where both ends of the answer were found."""
+    """Return 1 for each sample whose begin and end of the answer are both correct, else 0."""
     return (logits.argmax(1) == target).all(1).float()
 
 
@@ -164,12 +167,12 @@ TASKS: dict[str, Task] = {
     ),
 }
 
-#: ``--loss_name``: "example" is the task's own
+#: losses by ``--loss_name``; "example" is the loss of the task
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {"label_smoothing": smoothed}
 
 
 def loss_of(task: str, name: str, own: Callable[[Any, Any], Tensor] | None = None) -> Callable[[Any, Any], Tensor]:
-    """The loss that ``--loss_name`` asks for; "example" is the model's ``own``, else the task's."""
+    """Return the loss for ``--loss_name``; "example" is the model's ``own`` loss, or the task's if it is None."""
     if name == "example":
         return own or TASKS[task].loss
     if ":" in name:

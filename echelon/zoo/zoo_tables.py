@@ -1,4 +1,4 @@
-"""``echelon zoo list`` and ``echelon zoo show NAME``."""
+"""Format the output of ``echelon zoo list`` and ``echelon zoo show NAME``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def list_zoo(as_json: bool) -> str:
     return "\n".join(lines)
 
 
-#: The last part of a name that says how large a model of a family is.
+#: The suffix of a name that gives the size of the model within its family.
 _SIZE = re.compile(r"_(tiny|mini|small|medium|base|large|xl|\d+)$")
 
 
@@ -52,7 +52,7 @@ def _known_size(entry: Model) -> int:
 
 
 def _about(entry: Model, models: Iterable[Model]) -> str:
-    """Return what the entry says of itself, with its second names."""
+    """Return the description of the entry, with its aliases."""
     others = [other.name for other in models if other.same_as == entry.name]
     return f"{entry.about}; the name {' and '.join(others)} means it too" if others else entry.about
 
@@ -71,7 +71,7 @@ def show_zoo_entry(name: str, as_json: bool) -> str:
 
 
 def _shown_own(place: str, as_json: bool) -> str:
-    """Return the parameters of a user's class; what it is made for and costs depends on the data."""
+    """Return a table of the parameters of a user's class, without costs, which depend on the data."""
     found = found_at(place, "zoo show")
     option = "--model_name" if isinstance(found, type) and issubclass(found, nn.Module) else "--dataset_name"
     entry = registry.model(place) if option == "--model_name" else registry.dataset(place)
@@ -83,7 +83,10 @@ def _shown_own(place: str, as_json: bool) -> str:
 
 
 def _has_tables(entry: Model) -> bool:
-    """Sparse tables cannot be made without memory; they are empty at first, so that it costs none."""
+    """Return True if the model has sparse tables.
+
+    They cannot be built on the meta device, but they are empty at first and take no memory.
+    """
     return entry.runner in ("ctr", "word2vec")
 
 

@@ -145,7 +145,8 @@ def a_worker_then_bound(mark: str) -> tuple[object, ...]:
     os.environ["ECHELON_BOUND_MARK"] = f"{mark}-{os.environ['RANK']}"
     free = echelon.init(pservers="127.0.0.1:1", trainers=2, trainer_id=int(os.environ["RANK"]))
     marked = [os.path.exists(os.environ["ECHELON_BOUND_MARK"])]
-    with pytest.raises(UsageError, match=r"barrier\(\) was called by a worker .*; call echelon\.world\.bind\(\)"):
+    line = r"barrier\(\) was called by a worker .*; call echelon\.distributed\.world\.bind\(\)"
+    with pytest.raises(UsageError, match=line):
         echelon.barrier()
     bound = worlds.bind()
     marked.append(os.path.exists(os.environ["ECHELON_BOUND_MARK"]))

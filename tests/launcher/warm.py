@@ -1,8 +1,8 @@
 """Ranks and servers of a forked launcher, forked in their turn: a fresh start of each takes 1.5 s to 3 s of a core.
 
-``fork_ranks()`` in a launcher has its ``subprocess.Popen`` make a process for worker.py by fork instead of exec. Such a
-process is the launcher's child, with the session, environment, streams, signals and command line that exec would have
-given it, and runs worker.py from its first line; only what is imported already is there from the start.
+``fork_ranks()`` in a launcher has its ``subprocess.Popen`` make a process for rank_main.py by fork, not by exec. Such a
+a process is the launcher's child, with the session, environment, streams, signals and command line that exec would have
+given it, and runs rank_main.py from its first line; only what is imported already is there from the start.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _is_rank(args: Any) -> bool:
 
 
 def _be(told: dict[str, Any]) -> None:
-    """What exec and the interpreter's start would have made of this process, and worker.py; it does not return."""
+    """What exec and the interpreter's start would have made of this process, and rank_main.py; it does not return."""
     code = 1
     try:
         if told["start_new_session"]:

@@ -1,9 +1,11 @@
-"""Copies of the training state in the memory of the hosts' launchers, so that a fault costs a step, not a checkpoint.
+"""In-memory snapshots of the training state, held by the hosts' launchers: a failure costs a step, not a checkpoint.
 
-bank        a memory file with two slots, so that one copy is whole while the next is written
-server      keeps banks in the launcher, and gives out what they hold; companion: how the launcher runs it
-pieces      which rank of those that hold a tensor copies it, and what must go to another host
-sources     where a rank's tensors lie, found once and looked at again every step
-copies      a rank's side: writes its copy after a step, and sends what only its host has to the next
-remembered  the newest complete set of copies, read as if it were a checkpoint
+snapshot_buffer  a memory file with two slots, so that one snapshot is complete while the next is written
+snapshot_server  holds the buffers in the launcher and serves them; ``launcher/memory_plugin.py`` runs it
+snapshot_pieces  decides which rank copies a tensor that several hold, and what is replicated to another host
+snapshot_hosts   hosts and endpoints of the snapshot servers
+snapshot_wire    protocol between ranks and snapshot servers
+replicator       thread that sends snapshots to another host, and the agreement that all of them are complete
+
+The engine's side is in ``echelon/engine/in_memory``: it writes snapshots and reads them like a checkpoint.
 """

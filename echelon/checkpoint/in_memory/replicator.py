@@ -1,7 +1,7 @@
-"""In the background: a copy goes where a lost host does not take it along, and all ranks hear whether all of them did.
+"""Replicates snapshots to another host in the background, and lets all ranks agree that every snapshot is complete.
 
-A copy may replace the one before the last only when the last is whole on every rank. So after each copy the ranks vote,
-on connections of their own, while the next step computes; a rank that cannot go on says so there, and all stop.
+A snapshot may replace the one before the last only if the last is complete on every rank. So after each snapshot the
+ranks vote, on their own process group, while the next step computes; a rank that failed votes no, and all ranks stop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from echelon.base.errors import EchelonError
 from echelon.checkpoint.in_memory.snapshot_wire import SnapshotRefusedError
 from echelon.distributed.activity import waiting
 
-#: What may go wrong with a copy, and must not end training.
+#: Errors of a snapshot that must not end training.
 TROUBLE = (OSError, MemoryError, SnapshotRefusedError, EchelonError)
-#: Seconds that the last copy may take when training has ended.
+#: Seconds that the last snapshot may take after training has ended.
 _LAST = 20.0
 
 
 class Replicator:
-    """One thread. ``hand`` it what is to be done for a copy, ``wait`` before the next."""
+    """One thread that runs the job given to ``hand`` for each snapshot; ``wait`` before the next one."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout: float) -> None:
         self._group, self._rank, self._timeout = group, rank, timeout
@@ -32,7 +32,7 @@ class Replicator:
         self._done = threading.Event()
         self._done.set()
         self._failing: list[int] = []
-        self.failure: str | None = None  #: why this rank cannot go on
+        self.failure: str | None = None  #: why this rank failed; None if it did not
         self._thread = threading.Thread(target=self._work, name="echelon-copies", daemon=True)
         self._thread.start()
 
@@ -41,7 +41,7 @@ class Replicator:
         self._jobs.put(job)
 
     def wait(self) -> list[int]:
-        """Until the last copy is safe everywhere; which ranks say that theirs is not."""
+        """Wait until the last snapshot is complete on all ranks; return the ranks that failed."""
         with waiting("copies of the step before"):
             in_time = self._done.wait(self._timeout)
         if not in_time:
@@ -69,8 +69,8 @@ class Replicator:
             return [] if mine else [self._rank]
         try:
             found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather(found, torch.tensor([int(mine)]), group=self._group)  # not in the training thread's name
-        except RuntimeError as error:  # a rank is gone; training itself will say so
+            dist.all_gather(found, torch.tensor([int(mine)]), group=self._group)  # not counted as a training wait
+        except RuntimeError as error:  # a rank is lost; the training thread reports that
             self.failure = self.failure or str(error).splitlines()[0]
             return [self._rank]
         return [rank for rank, vote in enumerate(found) if not int(vote)]

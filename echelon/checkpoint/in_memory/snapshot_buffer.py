@@ -1,9 +1,9 @@
-"""A memory file with two slots, one rank's copies in turn: while one is written the other stays whole.
+"""A memory file with two slots for the snapshots of one rank: while one is written, the other stays complete.
 
-A slot is a seal, room for facts (JSON), and room for tensors. The seal is broken before anything in the slot changes
-and set when all of it is there, with a checksum over the facts; a writer that is killed in between leaves a broken one.
-The tensors have no checksum of their own: it would cost as much as the copy, every step, against memory that training
-trusts with the same numbers anyway.
+A slot consists of a seal, space for facts (JSON), and space for tensors. The seal is broken before anything in the slot
+changes and set when all of it is written, with a checksum over the facts; a writer that is killed in between leaves a
+broken seal. The tensors have no checksum: it would cost as much as the copy, in every step, and training trusts the
+same memory with the same values anyway.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-_SEAL = struct.Struct("<qqqI")  # which copy, after which step, bytes of facts, checksum
+_SEAL = struct.Struct("<qqqI")  # sequence number of the snapshot, step, bytes of facts, checksum
 _PAGE = 4096
-_FACTS = 64  # where they begin
-#: What other programs of the host are left, as a part of the memory that is free.
+_FACTS = 64  # offset of the facts
+#: Fraction of the free memory that is left to other programs of the host.
 _LEFT = 0.1
 
 
 @dataclass(frozen=True)
 class SealedSnapshot:
-    """A whole copy."""
+    """A complete snapshot."""
 
     seq: int
     step: int
@@ -33,7 +33,7 @@ class SealedSnapshot:
 
 
 class SnapshotBuffer:
-    """``room`` for facts and ``nbytes`` for tensors, twice, in the file ``fd``, which belongs to the bank."""
+    """Two slots with ``room`` bytes for facts and ``nbytes`` for tensors, in the file ``fd``, which it owns."""
 
     def __init__(self, fd: int, room: int, nbytes: int) -> None:
         self.fd, self.room, self.nbytes = fd, room, nbytes
@@ -48,7 +48,7 @@ class SnapshotBuffer:
 
     @staticmethod
     def make(room: int, nbytes: int) -> SnapshotBuffer:
-        """In new memory, all of it taken now: later there would be no way to say that there is none left."""
+        """Allocate all memory now, so that a lack of memory is reported here. Raises ``MemoryError``."""
         size = SnapshotBuffer.size(room, nbytes)
         if size > (free := free_memory()) * (1 - _LEFT):
             raise MemoryError(f"{size >> 20} MB are wanted and {free >> 20} MB are free")
@@ -61,7 +61,7 @@ class SnapshotBuffer:
             raise
 
     def data(self, slot: int) -> int:
-        """Where the tensors of a slot begin."""
+        """Return the offset of the tensors of a slot."""
         return slot * self._slot + self._data
 
     def break_seal(self, slot: int) -> None:
@@ -76,7 +76,7 @@ class SnapshotBuffer:
         self.memory[at : at + _SEAL.size] = _SEAL.pack(seq, step, len(facts), _checksum(seq, step, facts))
 
     def sealed(self, slot: int) -> SealedSnapshot | None:
-        """What a slot holds, if it is whole."""
+        """Return the snapshot in a slot, if it is complete."""
         at = slot * self._slot
         seq, step, length, checksum = _SEAL.unpack_from(self.memory, at)
         if seq <= 0 or not 0 <= length <= self.room:
@@ -86,7 +86,7 @@ class SnapshotBuffer:
 
     def close(self) -> None:
         self.file.close()
-        with contextlib.suppress(BufferError):  # somebody still reads; the memory goes with the last view of it
+        with contextlib.suppress(BufferError):  # a reader has a view; the memory is freed with the last view
             self.memory.close()
         os.close(self.fd)
 
@@ -100,17 +100,17 @@ def _pages(nbytes: int) -> int:
 
 
 def free_memory() -> int:
-    """Of the host, or of the container that we are in."""
+    """Return the free bytes of the host, or of the container of this process."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # "max" where nothing is limited
+    with contextlib.suppress(OSError, ValueError):  # the file says "max" without a limit
         used = int((group / "memory.current").read_text()) - _reclaimable(group / "memory.stat")
         free = min(free, int((group / "memory.max").read_text()) - used)
     return free
 
 
 def _reclaimable(stat: Path) -> int:
-    """File pages that the kernel would give up, counted as used until it does."""
+    """Return the bytes of file pages that the kernel counts as used but can reclaim."""
     lines = dict(line.split() for line in stat.read_text().splitlines())
     return int(lines.get("inactive_file", 0)) + int(lines.get("active_file", 0))

@@ -1,4 +1,4 @@
-"""``SnapshotHosts``: what a rank finds in its environment about the memories of the job's hosts."""
+"""``SnapshotHosts``: the snapshot servers of the job's hosts, as this rank's environment describes them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _engines = itertools.count()
 
 @dataclass(frozen=True)
 class SnapshotHosts:
-    """One round of the job, as its hosts' memories see it.
+    """The snapshot servers of one rendezvous round.
 
-    hosts: address and key of each one's memory; without a key the job's token is asked for
-    ranks: how many ranks each host has, in order
-    pid:   the process on this host that owns its memory
-    every: copy after every so many steps
-    engine: which of the engines that this process makes; each has copies of its own
+    hosts:   address and key of each host's server; without a key the job's token is used
+    ranks:   number of ranks of each host, in order
+    pid:     process on this host that owns the snapshot memory
+    every:   number of steps between snapshots
+    engine:  index of the engine in this process; each engine has its own snapshots
     """
 
     round: int
@@ -36,13 +36,13 @@ class SnapshotHosts:
 
     @staticmethod
     def for_next_engine() -> SnapshotHosts | None:
-        """All ranks make their engines in the same order, and so do those that are started in their place."""
+        """Return the hosts with the next engine index. All ranks create engines in the same order."""
         where = SnapshotHosts.find()
         return None if where is None else replace(where, engine=next(_engines))
 
     @staticmethod
     def find(env: Mapping[str, str] | None = None) -> SnapshotHosts | None:
-        """From the launcher's variables; ``None`` where no copies are kept."""
+        """Read the launcher's variables; return ``None`` if the job keeps no snapshots."""
         env = os.environ if env is None else env
         every = whole_number(env, COPIES, 0)
         if not env.get(MEMORY) or every < 1:
@@ -62,7 +62,7 @@ class SnapshotHosts:
 
     @property
     def neighbour(self) -> int | None:
-        """The host that keeps what only this one has; ``None`` where there is no other."""
+        """The host that replicates what only this host holds; ``None`` if there is no other."""
         return (self.here + 1) % len(self.hosts) if len(self.hosts) > 1 else None
 
     def call(self, host: int) -> SnapshotClient:

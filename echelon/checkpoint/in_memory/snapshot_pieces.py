@@ -1,7 +1,8 @@
-"""Which rank copies which piece of the state, and which pieces must go to another host as well.
+"""Decides which rank copies which piece of the state, and which pieces are replicated to another host.
 
-What several ranks hold alike is copied once on every host that has it, by one of them there; what only one host has
-goes to the next host too. All of that follows from who holds which part of the model, which ranks tell each other once.
+A piece that several ranks hold is copied once on every host that has it, by one of the ranks there; a piece that only
+one host has is replicated to the next host. The ranks tell each other once which parts of the model they hold, and all
+decisions follow from that.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from echelon.distributed.collectives import gather_json
 from echelon.distributed.tensor_layout import Part
 
 _ALIGNED = 64
-#: ``start`` of a piece that this rank holds and another one copies.
+#: ``start`` of a piece that this rank holds and another rank copies.
 ELSEWHERE = -1
 
 
 class SnapshotPiece(NamedTuple):
-    """A box of a tensor; the whole of it, mostly."""
+    """A box of a tensor, usually the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -41,7 +42,7 @@ class SnapshotPiece(NamedTuple):
 
 
 class PlacedPiece(NamedTuple):
-    """A piece and where it begins among the tensors of a slot."""
+    """A piece and its offset among the tensors of a slot."""
 
     piece: SnapshotPiece
     start: int
@@ -52,7 +53,7 @@ class PlacedPiece(NamedTuple):
 
 
 def pieces_of(name: str, value: Tensor | Part) -> list[tuple[SnapshotPiece, Tensor]]:
-    """The boxes that a tensor consists of here, each with a view of its values."""
+    """Return the boxes of the local tensor, each with a view of its values."""
     tensor = (value.tensor if isinstance(value, Part) else value).detach()
     if type(tensor) is not Tensor:
         raise CheckpointError(f"'{name}' is a {type(tensor).__name__}, of which no copies can be kept")
@@ -67,7 +68,7 @@ def pieces_of(name: str, value: Tensor | Part) -> list[tuple[SnapshotPiece, Tens
 
 
 class PieceHolders:
-    """Which ranks hold the same as this one, tensor by tensor. Made on all ranks together."""
+    """The ranks that hold the same tensors as this one, per tensor. All ranks construct it together."""
 
     def __init__(self, tensors: Mapping[str, Tensor | Part], rank: int, group: dist.ProcessGroup | None) -> None:
         self._rank = rank
@@ -81,7 +82,10 @@ class PieceHolders:
         self._in_parts = {name for name in mine if isinstance(tensors[name], Part)}
 
     def of(self, name: str, value: Tensor | Part, parameter: str | None) -> tuple[int, ...]:
-        """``parameter``: the one whose state it is. Whatever else a rank has, it has for itself."""
+        """Return the ranks that hold the same value; tensors outside the model are held by this rank only.
+
+        parameter:  name of the parameter to which an optimizer state belongs; None for a tensor of the model
+        """
         model = name if parameter is None else f"model.{parameter}"
         if model not in self._alike or (model in self._in_parts and not isinstance(value, Part)):
             return (self._rank,)
@@ -95,9 +99,9 @@ def _mark(name: str, value: Tensor | Part) -> int:
 
 
 def is_mine(pieces: Sequence[tuple[SnapshotPiece, tuple[int, ...]]], where: SnapshotHosts, rank: int) -> list[bool]:
-    """For every piece with its holders, whether this rank is the one that copies it on its host.
+    """Return for every piece, given with its holders, True if this rank copies it on its host.
 
-    Pieces with the same holders are dealt out among those of this host, the largest first, each to who has least.
+    Pieces with the same holders are divided among the holders on this host, largest first, each to the least loaded.
     """
     load: dict[tuple[int, ...], dict[int, int]] = {}
     mine = [False] * len(pieces)
@@ -116,7 +120,7 @@ def only_here(holders: Iterable[int], where: SnapshotHosts) -> bool:
 
 
 def place_pieces(pieces: Iterable[SnapshotPiece], start: int = 0) -> tuple[list[PlacedPiece], int]:
-    """One after another from ``start``, and where they end."""
+    """Place pieces one after another from ``start``; return them and the end offset."""
     found: list[PlacedPiece] = []
     for piece in pieces:
         found.append(PlacedPiece(piece, start))

@@ -1,7 +1,7 @@
-"""The banks of one host, and who may ask for them: served by threads of the launcher.
+"""Serves the snapshot buffers of one host from threads of the launcher.
 
-Nobody gets in without the key. What comes is JSON of bounded length and bytes for which there is room already; whoever
-sends anything else is hung up on.
+Every connection must prove the key. Messages are JSON of bounded length and bytes for which memory is already
+allocated; a connection that sends anything else is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echelon.checkpoint.in_memory import snapshot_wire
 from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
 from echelon.checkpoint.in_memory.snapshot_wire import SnapshotProtocolError, SnapshotRefusedError
 
-#: Connections at a time. Each rank of the job has one here, or two, when all of them read at once.
+#: Limit of open connections. Each rank of the job has one or two when all ranks read at once.
 _MOST_CALLERS = 4096
 _MOST_BYTES = 1 << 46
 Reply = dict[str, Any]
@@ -29,7 +29,7 @@ Reply = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """A rank's bank, and what its writer said about it: ``table`` says which tensor lies where."""
+    """A rank's snapshot buffer; ``table``, from its writer, says which tensor is at which offset."""
 
     number: int
     round: int
@@ -41,7 +41,7 @@ class RankSnapshot:
 
 
 class SnapshotServer:
-    """Listens on a port of ``address``, from now until ``close``."""
+    """Listens on a free port of ``address`` from construction until ``close``."""
 
     def __init__(self, address: str, key: bytes | None) -> None:
         self._key = key
@@ -56,7 +56,7 @@ class SnapshotServer:
         threading.Thread(target=self._accept, name="echelon-memory", daemon=True).start()
 
     def close(self) -> None:
-        """Hang up on everybody and give all memory back."""
+        """Close all connections and free all memory."""
         with self._lock:
             self._closed = True
             callers, kept = list(self._callers), list(self._kept.values())
@@ -92,8 +92,8 @@ class SnapshotServer:
     def _serve(self, caller: socket.socket) -> None:
         with contextlib.suppress(
             OSError, HandshakeError, SnapshotProtocolError, ValueError
-        ):  # ValueError: of a bank that was closed
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished does not hang up
+        ):  # ValueError: the buffer was closed
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished does not close
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._key is not None:
                 admit(caller, self._key)
@@ -125,7 +125,7 @@ class SnapshotServer:
             snapshot_wire.send(caller, reply)
 
     def _open(self, _: socket.socket, message: dict[str, Any]) -> Reply:
-        """A new bank for a rank; it keeps its old ones until it says ``settle``."""
+        """Create a new buffer for a rank; its old buffers stay until ``settle``."""
         table = message.get("table")
         if not isinstance(table, list):
             raise SnapshotProtocolError("no table")
@@ -141,7 +141,7 @@ class SnapshotServer:
         return {"bank": kept.number, "fd": bank.fd}
 
     def _keep(self, caller: socket.socket, message: dict[str, Any]) -> Reply:
-        """A copy that follows, for a rank that cannot write here itself."""
+        """Receive a snapshot whose bytes follow, from a rank on another host."""
         bank = self._bank(message).bank
         seq, step, count = (_whole(message, name) for name in ("seq", "step", "bytes"))
         facts = message.get("facts")
@@ -158,7 +158,7 @@ class SnapshotServer:
         return {"seq": seq}
 
     def _settle(self, _: socket.socket, message: dict[str, Any]) -> Reply:
-        """All ranks of this bank's round have a whole copy in theirs: what is older is not needed any more."""
+        """Free older buffers: all ranks of this buffer's round have a complete snapshot in theirs."""
         of = self._bank(message)
         with self._lock:
             same = [kept for kept in self._kept.values() if kept.engine == of.engine]
@@ -171,7 +171,7 @@ class SnapshotServer:
         return {}
 
     def _list(self, *_: Any) -> Reply:
-        """Every whole copy that is here."""
+        """Return every complete snapshot of this server."""
         with self._lock:
             return {"copies": [copy for kept in self._kept.values() for copy in _copies(kept)]}
 
@@ -183,7 +183,7 @@ class SnapshotServer:
         return {"table": kept.table, "facts": json.loads(sealed.facts)}
 
     def _read(self, caller: socket.socket, message: dict[str, Any]) -> None:
-        """Some bytes of a copy."""
+        """Send a range of bytes of a snapshot."""
         kept, seq = self._bank(message), _whole(message, "seq")
         start, count = _whole(message, "start"), _whole(message, "bytes")
         bank, slot = kept.bank, seq % 2
@@ -225,7 +225,7 @@ def _whole(message: dict[str, Any], name: str, most: int = 1 << 62) -> int:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wakes whoever waits in it, too."""
+    """Close a connection, and wake the thread that is blocked in it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

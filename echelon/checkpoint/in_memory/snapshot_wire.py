@@ -1,4 +1,4 @@
-"""What is said on a connection to a memory: a length, a JSON object of that length, then bytes that it announces."""
+"""The protocol of snapshot servers: a length, a JSON object of that length, then bytes that the object announces."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from echelon.base.job_secret import HandshakeError, prove
 
-#: No message is longer; the table of a hundred thousand tensors is a third of it.
+#: The longest message in bytes; the table of a hundred thousand tensors is a third of it.
 LONGEST = 32 << 20
-#: Seconds to reach a host, and for the rest of a message that has begun.
+#: Seconds to connect to a host, and for the rest of a message that has begun.
 REACH, REST = 10.0, 60.0
 
 
 class SnapshotProtocolError(Exception):
-    """What came is no message of ours."""
+    """Received bytes are not a message of this protocol."""
 
 
 class SnapshotRefusedError(Exception):
-    """The other side understood, and will not."""
+    """The server understood a request and refused it."""
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """The next message; ``None`` when the other side has hung up between two of them."""
+    """Return the next message; ``None`` if the other side closed the connection between two messages."""
     first = connection.recv(4)
     if not first:
         return None
@@ -51,7 +51,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def fill(connection: socket.socket, into: memoryview) -> None:
-    """Exactly as many bytes as there is room for."""
+    """Receive exactly ``len(into)`` bytes into ``into``."""
     at = 0
     while at < len(into):
         count = connection.recv_into(into[at:])
@@ -61,7 +61,7 @@ def fill(connection: socket.socket, into: memoryview) -> None:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Grows as bytes come, so that a length alone takes no memory."""
+    """Receive ``count`` bytes into a growing buffer, so that an announced length alone allocates no memory."""
     found = bytearray()
     while len(found) < count:
         piece = connection.recv(min(count - len(found), 1 << 16))
@@ -72,7 +72,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 class SnapshotClient:
-    """A connection to a memory, and what may be asked there. Errors are ``OSError`` or ``SnapshotRefusedError``."""
+    """A connection to a snapshot server. Its methods raise ``OSError`` or ``SnapshotRefusedError``."""
 
     def __init__(self, address: str, key: bytes | None, timeout: float = REST) -> None:
         host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""``echelon bench``: measure this machine in under two minutes, into a file that plans use."""
+"""``echelon bench``: measure this machine in under two minutes and write a file that the planner reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from echelon.planner.cluster.yaml_file import link_table
 from echelon.tools.bench.fit_figures import device_figures, link_figures
 from echelon.tools.bench.ranks import run_ranks
 
-#: More ranks than this tell a plan for one host nothing new, and take their time.
+#: Largest number of ranks: more of them add no information for a plan on one host, and take longer.
 MOST = 8
-#: Load for each core from which on others take what is to be measured.
+#: Load per core above which other processes distort the measurements.
 BUSY = 0.5
 
 
 def bench(out: str | Path | None = None, procs: int | None = None, quick: bool = False) -> Path:
-    """Measure, write the file, print what is in it; where it was written is returned."""
+    """Measure this machine, write the file, print its contents, and return its path."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -64,7 +64,7 @@ def _machine(gpus: int, processes: int) -> dict[str, Any]:
 
 
 def _busy(load: float) -> str:
-    """What to add to a figure's name that others' work has made worse."""
+    """Return a note for the output if other processes load the machine, and warn; else return ""."""
     if load <= BUSY:
         return ""
     words = f" on a busy machine ({load:.1f} processes of others for each core)"
@@ -73,7 +73,7 @@ def _busy(load: float) -> str:
 
 
 def _processes(gpus: int, quick: bool) -> int:
-    """One for each GPU or core, and enough of them that there is something to tell about talking."""
+    """Return the number of processes: one per GPU or core, but enough to measure communication."""
     few = 2 if quick or gpus else 4
     return min(MOST, max(few, gpus or (2 if quick else cores())))
 
@@ -100,7 +100,7 @@ def _values(rows: dict[str, Any], kind: DeviceSpec, machine: dict[str, Any], sec
 
 
 def _show(path: Path, processes: int, gpus: int, name: str) -> None:
-    """The machine as it was measured. Ranks that share a GPU measured it whole, and the link between them."""
+    """Print the measured machine; if ranks share a GPU, also print the link between them."""
     shared = 0 < gpus < processes
     ranks = min(processes, gpus or cores())
     print(Cluster.parse(f"{ranks}xhere", bench=path).table())

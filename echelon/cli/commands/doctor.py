@@ -1,4 +1,4 @@
-"""``echelon doctor``: a job like any other, started by the ordinary launcher, so that it meets what jobs meet."""
+"""``echelon doctor``: run the checks as an ordinary job of the launcher, under the conditions of real jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MODULE = "echelon.tools.doctor.examine"
 
 
 def run_doctor(words: Sequence[str], checkpoint: str | None, json: str | None, quick: bool) -> int:
-    """0 when nothing is wrong, 1 when something is. ``words``: options of ``echelon run``."""
+    """Run the checks and return an exit code: 0 if all checks pass, 1 if one fails.
+
+    words: options of ``echelon run``
+    """
     examine = ["--quick"] if quick else []
     if checkpoint is not None:
         examine += ["--checkpoint", str(Path(checkpoint).absolute())]
@@ -24,16 +27,16 @@ def run_doctor(words: Sequence[str], checkpoint: str | None, json: str | None, q
         examine += ["--json", str(Path(json).absolute())]
     logs = tempfile.mkdtemp(prefix="echelon-doctor-")
     result = Path(logs, "result")
-    result.touch()  # by this ranks know that the command waits on their host, and not only elsewhere
+    result.touch()  # the file tells ranks that the command waits on their host
     os.environ[DOCTOR_RESULT] = str(result)
     launching = [*words] if _has_log_dir(words) else [*words, "--log-dir", logs]
     failed = False
     try:
         code = _run([*launching, "-m", MODULE, *examine])
-        failed = 0 < code < 128  # beyond that somebody has stopped it
+        failed = 0 < code < 128  # a signal stopped the job if the code is 128 or more
         return code or int(result.read_text(encoding="ascii") not in ("", "0"))
     finally:
-        if not failed or not any(Path(logs).glob("*.log")):  # a rank that failed has said where its log is
+        if not failed or not any(Path(logs).glob("*.log")):  # the message of a failed rank names its log file
             shutil.rmtree(logs, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""``echelon explain``: from the words of a command line to a strategy and a model."""
+"""``echelon explain``: build a strategy and a model from command-line arguments and describe their effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_explain(words: Sequence[str], model: str | None, ranks: int, ranks_per_h
 
 
 def model_from(place: str) -> nn.Module:
-    """Call what ``package.module:callable`` or ``path/to/file.py:callable`` names."""
+    """Return the model that ``package.module:callable`` or ``path/to/file.py:callable`` builds."""
     make = callable_at(place, "--model")
     try:
         model = make()

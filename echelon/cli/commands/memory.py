@@ -1,4 +1,4 @@
-"""``echelon memory``: from the words of a command line to tables, JSON, or memory.json."""
+"""``echelon memory``: predict the memory of each rank and print tables or JSON, or write memory.json."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ USUAL = "adamw"
 def run_memory(
     model: str, arguments: Sequence[str], *, as_json: bool = False, save: str | None = None, **words: Any
 ) -> None:
-    """The command. ``words`` are its other options, as they were written; None where they were not."""
+    """Run the command.
+
+    words: its other options as given; None for those that were not given
+    """
     asked = build(MemoryOptions, {"model": model, **words}, "echelon memory")
     if asked.optimizer is not None:
-        check_name(asked.optimizer)  # a slip is told before a script has run for minutes
+        check_name(asked.optimizer)  # report a typo before a script runs for minutes
     if asked.plan is not None:
         asked.by_plan(SavedPlan.load(asked.plan))
     title, found = _of_script(asked, arguments) if is_script(model) else _of_model(asked)
@@ -62,7 +65,7 @@ def _of_model(asked: MemoryOptions) -> tuple[str, Footprint]:
 
 
 def _check_batch(asked: MemoryOptions, batch: int | None) -> None:
-    """Refuse a model that comes without a batch, where no size is given either."""
+    """Raise UsageError if the model is only described, so that it has no batch, and no batch size is given."""
     kind = asked.model.partition(":")[0]
     if batch is None and kind in DESCRIBED:
         raise UsageError(f"--batch-size is missing: {kind} is only described; write --batch-size 32")

@@ -1,4 +1,4 @@
-"""``echelon plan``: from the words of a command line to a Report, and from there to tables, a page, JSON, plan.json."""
+"""``echelon plan``: make a PlanReport from command-line options and output it as tables, HTML, JSON or plan.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from echelon.tools.plan_report.report_data import PlanReport
 
 
 class NothingFits(EchelonError):
-    """No plan keeps within the memory of the devices."""
+    """Raised if no plan fits in the memory of the devices."""
 
 
 def run_plan(asked: PlanOptions, *, explain: str | None, html: str | None, as_json: bool, save: str | None) -> None:
-    """Find the plan and put it out: the command, for words that are checked (``words.check_words``)."""
+    """Find the plan and output it; the options must have passed ``check_plan_options``."""
     orders = PlanReportOptions(sizes=as_json or html is not None, save=save, explain=explain)
     if is_script(asked.model):
         report = ask_script(asked, orders)

@@ -1,4 +1,4 @@
-"""``echelon report`` and ``echelon watch``, as the command line has them."""
+"""The implementations of ``echelon report`` and ``echelon watch``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.tools.report.run_page import render
 
 
 def report(directory: str, out: str | None) -> Path:
-    """Write the page of a run; where it was written."""
+    """Write the HTML page of a run and return its path."""
     place = existing_directory(directory)
     gathered = gather(place)
     if gathered.run.empty:
@@ -34,7 +34,7 @@ def report(directory: str, out: str | None) -> Path:
 
 
 def watch(directory: str, host: str, port: int) -> None:
-    """Serve the page until Ctrl-C."""
+    """Serve the page of a run until Ctrl-C."""
     with open_server(existing_directory(directory), host, port) as server:
         print(f"echelon: watching '{directory}' at {link(server, host)} (Ctrl-C ends it)", flush=True)
         try:

@@ -1,4 +1,4 @@
-"""``echelon serve``: from the words of the command to a server that serves."""
+"""``echelon serve``: start a parameter server from command-line options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.distributed.ps_role import find_role
 from echelon.parameter_server.server.process import end, serve
 from echelon.parameter_server.server.read_only import serve_checkpoint
 
-#: What each option stands for.
+#: The environment variable that each option sets.
 VARIABLES = {"tls_cert": PS_CERT, "tls_key": PS_KEY, "tls_ca": PS_CA, "client_ca": PS_CLIENT_CA}
 
 
@@ -29,7 +29,7 @@ def serve_by_hand(
     files: Mapping[str, str | None],
     read_only: str | None,
 ) -> NoReturn:
-    """Be the server at ``endpoint``; what is not given is as the environment says."""
+    """Run the server at ``endpoint`` and exit with its code; the environment gives the options that are None."""
     named = {VARIABLES[option]: file for option, file in files.items() if file is not None}
     security = Security.from_environment({**os.environ, **named}, token=token)
     listed = pservers or next((os.environ[name] for name in PADDLE_SERVERS if os.environ.get(name)), endpoint)

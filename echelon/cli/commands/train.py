@@ -1,4 +1,4 @@
-"""``echelon train``: check the words here, where a mistake costs nothing, then launch the processes that run them."""
+"""``echelon train``: check the arguments before any process starts, then launch the training processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULE = "echelon.zoo.train.run"
 
 
 def run_train(words: Sequence[str]) -> int:
-    """The exit code of the run."""
+    """Launch the training job and return its exit code."""
     if not words or "--help" in words or "-h" in words:
         print(help_text())
         return 0
@@ -34,12 +34,12 @@ def run_train(words: Sequence[str]) -> int:
         require_dataset(data)
     resolved = resolve(sorted_words)
     _check_names(resolved)
-    from echelon.zoo.train.output_dir import forget, output_directory  # with torch: not before names are found right
+    from echelon.zoo.train.output_dir import forget, output_directory  # imports torch: only after names are checked
     from echelon.zoo.train.rank_checks import check_ranks
     from echelon.zoo.train.strategies import asked_strategy
 
-    asked_strategy(resolved)  # what does not fit together is refused here, and not by each rank
-    if resolved["fresh"] and sorted_words.run.pop("fresh", None) is None:  # the file says so, and the ranks read it too
+    asked_strategy(resolved)  # conflicting options raise here, once, and not on each rank
+    if resolved["fresh"] and sorted_words.run.pop("fresh", None) is None:  # set in the file, which the ranks read too
         sorted_words.run["fresh"] = "false"
 
     def forget_earlier() -> None:
@@ -53,7 +53,7 @@ def run_train(words: Sequence[str]) -> int:
 
 
 def _check_names(resolved: TrainConfig) -> None:
-    """Refuse arguments of a user's model or data set that the launcher would take for its own."""
+    """Raise UsageError if an argument of a user's model or data set has the name of a launcher option."""
     for setting in (*resolved.model.settings, *resolved.dataset.settings):
         if setting.name in launcher_options():
             raise UsageError(
@@ -62,9 +62,9 @@ def _check_names(resolved: TrainConfig) -> None:
 
 
 def _write_there(directory: Path) -> None:
-    """Where the ranks write down what happens, the launcher does, too."""
+    """Make the launcher write its records to the directory of the ranks' records."""
     os.environ[RECORD_DIR] = str(directory)
-    with contextlib.suppress(OSError):  # the ranks refuse it, in one line
+    with contextlib.suppress(OSError):  # the ranks report the error in one line
         directory.mkdir(parents=True, exist_ok=True)
 
 

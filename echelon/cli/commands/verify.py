@@ -1,4 +1,4 @@
-"""``echelon verify``: the script on N processes, the script in one, and what the two have to say."""
+"""``echelon verify``: run a script on N processes and in one process, and compare the numbers of the two runs."""
 
 from __future__ import annotations
 
@@ -24,31 +24,35 @@ from echelon.tools.verify.verdict_text import as_json, print_verdict
 from echelon.tools.verify.verify_options import VerifyOptions, check_asked
 from echelon.tools.verify.verify_request import VerifyRequest
 
-#: Of one process: what tells a process that it is part of a job, or where its files are.
+#: Environment variables of a job that the reference run in one process must not inherit.
 _OF_A_JOB = (LOG_DIR, RECORD_DIR, PLAN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
-#: What one process is given in place of its own, where the script does not call ``engine.step()``.
+#: Note for scripts with their own loop, which do not call ``engine.step()``: the inputs that the reference run gets.
 OF_A_LOOP = (
     "a loop of its own is given the batches of all ranks where they come from a loader, and their random numbers; what "
     "it takes in from elsewhere is its own"
 )
 
 
-#: The exit code of a comparison that says nothing.
+#: The exit code of a comparison without a result.
 CANNOT_TELL = 3
 
 
 class RunsNotComparable(Exception):
-    """Why the two runs cannot be compared."""
+    """Raised if the two runs cannot be compared; the message is the reason."""
 
 
 class VerifyInterrupted(Exception):
-    """By a signal, which has been told already."""
+    """Raised if a signal ended a run, which has already been reported; the argument is the exit code."""
 
 
 def run_verify(asked: VerifyOptions, json: bool) -> int:
-    """0 when both come to the same, or to what the strategy lets expect; 1 when they differ; 3: it cannot be told."""
+    """Compare the two runs and return an exit code.
+
+    The code is 0 if the numbers agree, or differ as expected from the strategy; 1 if they differ; 3 if the runs cannot
+    be compared.
+    """
     check_asked(asked)
     room = tempfile.mkdtemp(prefix="echelon-verify-")
     asked = _of_the_zoo(asked, room)
@@ -63,7 +67,7 @@ def run_verify(asked: VerifyOptions, json: bool) -> int:
     except (SignalException, VerifyInterrupted) as stop:
         return 128 + int(stop.sigval) if isinstance(stop, SignalException) else int(stop.args[0])
     except _VerifyScriptFailed as error:
-        keep = error.on_ranks  # the launcher has said where the log of the failed one is
+        keep = error.on_ranks  # the launcher has printed the path of the failed rank's log
         raise
     finally:
         _clear(room, keep)
@@ -85,8 +89,11 @@ def _compared(asked: VerifyOptions, question: VerifyRequest) -> Verdict:
 
 
 def _reconsidered(asked: VerifyOptions, room: str, verdict: Verdict) -> Verdict:
-    """Runs that part after a first step that is the same may do so by rounding, which some models and optimizers make
-    grow. In 64 bits that is far away; a fault is not. A script that does not run in 64 bits is judged as it is."""
+    """Compare both runs again in float64 and return the new verdict.
+
+    Runs that differ only after the first step may differ by rounding errors, which some models and optimizers amplify.
+    In float64 rounding errors stay small, but a bug does not. If the script fails in float64, the first verdict holds.
+    """
     _say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
     wide = Path(room, "wide")
     wide.mkdir()
@@ -107,13 +114,16 @@ def _clear(room: str, keep_logs: bool) -> None:
 
 
 class _VerifyScriptFailed(UsageError):
-    """The script did not come through; ``on_ranks``: of the plan, or else in one process."""
+    """Raised if the script failed; ``on_ranks`` is True if it failed on N processes, not in one process."""
 
     on_ranks = False
 
 
 def _of_the_zoo(asked: VerifyOptions, room: str) -> VerifyOptions:
-    """``echelon verify train -- WORDS`` is what ``echelon train WORDS`` runs, writing nowhere that stays."""
+    """Return the options for ``echelon verify train -- ARGS``, which runs the module that ``echelon train ARGS`` runs.
+
+    Its output goes to the temporary directory ``room``, unless ``--output_dir`` is given.
+    """
     if not asked.is_of_the_zoo:
         return asked
     words = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
@@ -147,13 +157,13 @@ def _run_alone(asked: VerifyOptions, question: VerifyRequest) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | question.ask()
     words = ["-m", asked.script] if asked.module else [asked.script]
     args = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
-    # to stderr: what the script itself prints is no part of the table, or of the JSON
+    # The script's own output goes to stderr, so that stdout has only the table or the JSON.
     ended = subprocess.run([sys.executable, *words, *args], env=environment, stdout=2, check=False)
     check_answer(asked, question, ended.returncode, "in one process")
 
 
 def check_answer(asked: VerifyOptions, question: VerifyRequest, code: int, where: str) -> None:
-    """One line for a run that has left no answer."""
+    """Raise an error with one line if a run has left no answer, or failed."""
     if (refused := question.noted("refused")) is not None:
         raise UsageError(f"verify {asked.script}: {refused}")
     if (doubt := question.noted("unclear")) is not None:
@@ -187,7 +197,7 @@ def check_answer(asked: VerifyOptions, question: VerifyRequest, code: int, where
 
 @contextlib.contextmanager
 def _to_stderr() -> Iterator[None]:
-    """What the ranks print."""
+    """Redirect stdout, which the ranks inherit, to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -199,7 +209,7 @@ def _to_stderr() -> Iterator[None]:
 
 
 def launcher_words(procs: int | None, gpus: str | None, planned: str | None) -> Sequence[str]:
-    """Options of ``echelon run``; two processes where nobody says how many, and there are no more GPUs."""
+    """Return options of ``echelon run``; by default there is one process per GPU, and at least two."""
     import torch
 
     if procs is None and gpus is None and planned is None:

@@ -1,4 +1,4 @@
-"""Click logs: Criteo's format, CSV and Parquet as batches of ids, numbers and labels, no Python object per value."""
+"""Click logs in Criteo's format, CSV or Parquet as batches of ids, numbers and labels, without per-value objects."""
 
 from echelon.data.ctr.ctr_files import CtrFiles
 

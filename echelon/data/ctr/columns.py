@@ -1,4 +1,4 @@
-"""What the columns of the files mean, and how their values become numbers."""
+"""``CtrLayout``: the meaning of the files' columns, and the conversion of numeric values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Transform = Literal["log1p", "none"] | Callable[[NDArray[np.float32]], NDArray[n
 @dataclass(frozen=True)
 class CtrLayout:
     label: str | None
-    #: texts of the label that mean 1; empty where the label is a number
+    #: label texts that mean 1; empty if the label is a number
     positive: tuple[str, ...]
     numeric: tuple[str, ...]
-    #: column and the name under which its words are salted
+    #: pairs of a column and the name that salts the hashes of its values
     categorical: tuple[tuple[str, str], ...]
     transform: Transform
     fill: float
@@ -34,7 +34,7 @@ class CtrLayout:
 
     @property
     def texts(self) -> list[str]:
-        """Columns that are read as text."""
+        """The columns that are read as text."""
         label = [self.label] if self.label is not None and self.positive else []
         return [*label, *(column for column, _ in self.categorical)]
 
@@ -49,7 +49,7 @@ class CtrLayout:
             raise DataError(f"transform={self.transform!r}: expected 'log1p', 'none' or a function of an array")
 
     def scaled(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Numbers as a network likes them. What is missing or not finite becomes ``fill``."""
+        """Return transformed numbers. Missing and non-finite values become ``fill``."""
         finite = np.isfinite(values)
         if callable(self.transform):
             made = np.asarray(self.transform(values), dtype=np.float32)
@@ -65,12 +65,12 @@ class CtrLayout:
 
 
 def criteo_columns(labelled: bool) -> list[str]:
-    """Criteo's files have no header: label, 13 counts, 26 words."""
+    """Return the column names of Criteo's files, which have no header: label, 13 counts, 26 categories."""
     return [*(["label"] if labelled else []), *(f"i{n}" for n in range(1, 14)), *(f"c{n}" for n in range(1, 27))]
 
 
 def pairs(categorical: Any) -> tuple[tuple[str, str], ...]:
-    """Columns and their salts' names: a mapping says which columns share their ids."""
+    """Return columns with the names of their salts; a mapping lets columns share ids by sharing a name."""
     if isinstance(categorical, dict):
         return tuple((str(column), str(name)) for column, name in categorical.items())
     return tuple((column, column) for column in categorical)

@@ -18,13 +18,13 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class CtrFiles:
-    """Rows of click logs. A loader hands them out as ``ids, dense, label``.
+    """Rows of click logs. A loader yields them as ``ids, dense, label``.
 
-    ``ids`` is int64 [rows, slots], each word hashed together with its column's name; ``dense`` is float32 [rows, k];
+    ``ids`` is int64 [rows, slots], each value hashed together with its column's name; ``dense`` is float32 [rows, k];
     ``label`` is float32 [rows], and absent with ``label=None``. ``paths`` is a list of paths or a pattern. Text may be
     gzip. ``names`` are the columns of CSV files without a header. ``categorical`` may be a mapping: columns with the
-    same value share their ids. ``positive`` are the texts of the label that mean 1. ``missing`` are texts that mean
-    nothing is there. ``broken="skip"`` leaves out lines that cannot be read, and counts them in ``skipped``.
+    same value share their ids. ``positive`` are the label texts that mean 1. ``missing`` are texts that mean a missing
+    value. ``broken="skip"`` skips rows that cannot be read, and counts them in ``skipped``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CtrFiles:
         self._index()
 
     def __len__(self) -> int:
-        """Rows, broken ones included."""
+        """Return the number of rows, including broken ones."""
         return sum(self.block_rows)
 
     def __repr__(self) -> str:
@@ -75,19 +75,19 @@ class CtrFiles:
 
     @property
     def skipped(self) -> int:
-        """Broken rows left out by all readers so far; a row counts again when it is read again."""
+        """The number of broken rows skipped by all readers so far; a row counts each time it is read."""
         return self._skipped.rows
 
     @property
     def first_skipped(self) -> str:
-        """The first broken row, and what was wrong with it."""
+        """The first broken row, and what is wrong with it."""
         return self._skipped.first
 
     def reader(self) -> BlockReader:
         return CtrReader(self)
 
     def _index(self) -> None:
-        """Where the blocks lie. Files are looked through side by side."""
+        """Find the blocks of all files, several files in parallel."""
         with ThreadPoolExecutor(min(8, len(self.paths)), "echelon-index") as threads:
             files = list(threads.map(self._index_file, self.paths))
         self._blocks: list[Any] = [block for blocks in files for block in blocks]
@@ -116,7 +116,7 @@ class CtrFiles:
 
 
 class CtrReader:
-    """One pass over the files."""
+    """Reads the blocks in one pass over the files."""
 
     def __init__(self, files: CtrFiles) -> None:
         skipped = files._skipped if files._broken == "skip" else None

@@ -1,8 +1,8 @@
-"""Text to int64 ids, in every process and for ever the same (trained tables depend on it).
+"""Hashes text to int64 ids, the same in every process and version (trained tables depend on it).
 
-A text is taken without the white space around it, in words of eight bytes, the last one filled up with zeros. Each word
-is mixed into the state, which begins with the salt of the column; the length comes last. A missing value is no text: it
-has an id of its own, and so has the empty text.
+Surrounding white space is removed, and the text is read in words of eight bytes, the last one padded with zeros. Each
+word is mixed into the state, which begins with the salt of the column; the length is mixed in last. A missing value has
+its own id, different from that of the empty text.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 U64 = np.uint64
-#: where the state of a missing value starts, instead of words
+#: value that is mixed into the salt for a missing value, instead of words
 MISSING = 0x6D697373696E6721
 _BITS = 2**64 - 1
 _WHITE = b" \t\r"
 
 
 def salt_of(name: str, seed: int = 0) -> int:
-    """64 bits for a column: equal words in two columns have different ids."""
+    """Return the 64-bit salt of a column: equal values in two columns have different ids."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
 def text_id(text: str | bytes | None, salt: int) -> int:
-    """The id of one value: what ``hash_texts`` does, in plain Python."""
+    """Return the id of one value: ``hash_texts`` in plain Python."""
     if text is None:
         return _signed(_mix(salt ^ MISSING))
     data = (text.encode() if isinstance(text, str) else text).strip(_WHITE)
@@ -38,7 +38,7 @@ def text_id(text: str | bytes | None, salt: int) -> int:
 
 
 def _mix(h: int) -> int:
-    """The finalizer of splitmix64, after one step of its counter (else 0 would stay 0)."""
+    """Apply the finalizer of splitmix64, after one step of its counter (otherwise 0 would stay 0)."""
     h = (h + 0x9E3779B97F4A7C15) & _BITS
     h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _BITS
@@ -85,7 +85,7 @@ def _hashed(data: Any, start: Any, stop: Any, salt: Any) -> Any:
 
 @numba.njit(cache=True, nogil=True)
 def _hash_all(offsets: Any, data: Any, valid: Any, first: Any, salt: Any, out: Any) -> None:
-    """``valid`` is Arrow's bitmap, empty where nothing is missing; ``first`` is where the rows begin in it."""
+    """Hash all rows. ``valid`` is Arrow's bitmap, empty if no value is missing; ``first`` is the bit of row 0."""
     missing = np.int64(_mixed(salt ^ U64(MISSING)))
     for row in range(len(out)):
         bit = first + row
@@ -96,7 +96,7 @@ def _hash_all(offsets: Any, data: Any, valid: Any, first: Any, salt: Any, out: A
 
 
 def hash_texts(array: Any, salt: int, out: NDArray[np.int64]) -> None:
-    """The ids of an Arrow array of (large) text or binary, straight from its buffers; ``out`` may be strided."""
+    """Write the ids of an Arrow array of (large) text or binary to ``out``, which may be strided."""
     valid, offsets, data = array.buffers()
     wide = str(array.type).startswith("large")
     starts = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]

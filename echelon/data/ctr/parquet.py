@@ -1,4 +1,4 @@
-"""Parquet files: a block is a row group."""
+"""Reads Parquet files: a block is a row group."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RowGroup(NamedTuple):
     path: str
     group: int
     rows: int
-    #: the number of its first row in the file, from 1
+    #: the index of its first row in the file, from 1
     line: int
 
 
 def index_parquet(path: str, layout: CtrLayout) -> list[RowGroup]:
-    """The row groups of a file: what its footer says."""
+    """Return the row groups of a file, from its footer."""
     with _open(path, layout) as file:
         names = file.schema_arrow.names
         for name in layout.columns:
@@ -40,14 +40,14 @@ def index_parquet(path: str, layout: CtrLayout) -> list[RowGroup]:
 
 def _open(path: str, layout: CtrLayout) -> parquet.ParquetFile:
     try:
-        # words that repeat are hashed once for each row group
+        # dictionary columns: repeated values are hashed once per row group
         return parquet.ParquetFile(path, read_dictionary=layout.texts, memory_map=True)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}; check the file") from None
 
 
 class ParquetColumns:
-    """Makes blocks of tensors from row groups."""
+    """Converts row groups to blocks of tensors."""
 
     def __init__(self, layout: CtrLayout, skipped: SkippedRows | None) -> None:
         self._layout, self._tensors, self._skipped = layout, TensorBlockBuilder(layout), skipped
@@ -64,7 +64,7 @@ class ParquetColumns:
             raise DataError(f"{group.path}: {error}") from None
 
     def _whole(self, table: pa.Table, group: RowGroup) -> Any:
-        """Rows that have a label."""
+        """Return the mask of rows that have a label; None if all have one."""
         label = self._layout.label
         if label is None or not table.column(label).null_count:
             return None

@@ -1,4 +1,4 @@
-"""Lines to Arrow columns; and which line is to blame when that fails."""
+"""Parses lines to Arrow columns, and finds the lines that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from echelon.data.ctr.text import FetchedText
 
 
 class MalformedRowsError(Exception):
-    """A text that is not rows of the layout; says why."""
+    """A text that does not match the layout, with the reason."""
 
 
 class SkippedRows:
-    """Rows left out because they could not be read; shared by all threads that read."""
+    """Counts rows that were skipped because they could not be read; all reading threads share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class SkippedRows:
 
 
 class TextBlockParser:
-    """Makes blocks of tensors from blocks of lines."""
+    """Converts blocks of lines to blocks of tensors."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class TextBlockParser:
         return table
 
     def _mended(self, fetched: FetchedText) -> ColumnBlock:
-        """The block without its broken lines; an error where those are not to be left out."""
+        """Return the block without its broken lines; raise ``DataError`` if they are not to be skipped."""
         block, text = fetched
         lines = text.removesuffix(b"\n").split(b"\n")
         whole = np.ones(len(lines), np.bool_)
@@ -103,7 +103,7 @@ class TextBlockParser:
         return pa.table({name: pa.array([], kinds[name]) for name in self._layout.columns})
 
     def _faults(self, lines: list[bytes], first: int, names: list[str]) -> Iterator[tuple[int, str]]:
-        """The broken lines in order. Halves are tried until one line is left, so the judge is Arrow and no other."""
+        """Yield the broken lines in order, found by bisection, so that Arrow alone decides which lines are broken."""
         if not lines:
             return
         try:
@@ -118,7 +118,7 @@ class TextBlockParser:
 
 
 def _spread(good: ColumnBlock, whole: NDArray[np.bool_]) -> ColumnBlock:
-    """Columns with a place for every line, so that a row's place does not depend on what was left out before it."""
+    """Return columns with a row for every line, so that a row's position does not depend on skipped rows."""
     at = torch.from_numpy(np.flatnonzero(whole))
     columns = [column.new_zeros((len(whole), *column.shape[1:])).index_copy_(0, at, column) for column in good.columns]
     return ColumnBlock(columns, whole)

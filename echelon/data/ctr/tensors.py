@@ -1,4 +1,4 @@
-"""Arrow columns to a block of tensors: ids int64 [rows, slots], numbers float32 [rows, k], label float32 [rows]."""
+"""Converts Arrow columns to tensors: ids int64 [rows, slots], numbers float32 [rows, k], label float32 [rows]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.data.ctr.hashing import hash_texts, salt_of, text_id
 
 
 class TensorBlockBuilder:
-    """Makes blocks for one layout."""
+    """Builds the tensor blocks of one layout."""
 
     def __init__(self, layout: CtrLayout) -> None:
         self._layout = layout
@@ -36,7 +36,7 @@ class TensorBlockBuilder:
 
     def _labels(self, column: pa.ChunkedArray) -> NDArray[np.float32]:
         if not self._layout.positive:
-            return np.array(_numbers(column))  # Arrow's own memory is not for writing
+            return np.array(_numbers(column))  # a copy, because Arrow's memory is read-only
         hashed = np.empty(len(column), np.int64)
         hash_column(column, 0, hashed)
         return np.isin(hashed, self._positive).astype(np.float32)
@@ -51,7 +51,7 @@ def hash_column(column: pa.ChunkedArray, salt: int, out: NDArray[np.int64]) -> N
 
 def _hash_chunk(chunk: pa.Array, salt: int, out: NDArray[np.int64]) -> None:
     kind = chunk.type
-    if pa.types.is_dictionary(kind):  # each word once, and one more place for what is missing
+    if pa.types.is_dictionary(kind):  # hash each distinct value once; the last entry is for missing values
         words = np.empty(len(chunk.dictionary) + 1, np.int64)
         _hash_chunk(chunk.dictionary, salt, words[:-1])
         words[-1] = text_id(None, salt)
@@ -59,7 +59,7 @@ def _hash_chunk(chunk: pa.Array, salt: int, out: NDArray[np.int64]) -> None:
     elif pa.types.is_string(kind) or pa.types.is_binary(kind) or str(kind) in ("large_string", "large_binary"):
         hash_texts(chunk, salt, out)
     elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        hash_texts(chunk.cast(pa.string()), salt, out)  # so that a number has the id it has in a text file
+        hash_texts(chunk.cast(pa.string()), salt, out)  # so that a number has the same id as in a text file
     else:
         raise DataError(f"a categorical column holds {kind}: it can be text, whole numbers or true/false; convert it")
 
@@ -71,4 +71,4 @@ def _numbers(column: pa.ChunkedArray) -> NDArray[np.float32]:
             f"a numeric column or label holds {kind}; name it in categorical=, or say positive= for a label"
         )
     numbers: NDArray[np.float32] = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    return numbers  # what is missing comes as NaN
+    return numbers  # missing values are NaN

@@ -1,6 +1,6 @@
-"""Text files, plain or gzip: where their blocks of lines lie, and blocks parsed by Arrow.
+"""Reads blocks of lines from text files, plain or gzip.
 
-A line is a row: values that hold a line break cannot be read.
+Each line is one row: values with a line break in them cannot be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.data.ctr.columns import CtrLayout
 
 GZIP = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-#: a line that is longer is no line of a table
+#: The longest line of a table, in bytes.
 LONGEST_LINE = 64 * 2**20
 
 
@@ -25,7 +25,7 @@ class TextBlock(NamedTuple):
     start: int
     length: int
     rows: int
-    #: the number of its first line in the file, from 1
+    #: the index of its first line in the file, from 1
     line: int
 
 
@@ -35,13 +35,13 @@ def is_gzip(path: str) -> bool:
 
 
 def open_text(path: str) -> IO[bytes]:
-    """The file as it was before it was compressed; the caller closes it."""
+    """Open the file, decompressed; the caller closes it."""
     opened: Callable[[str], IO[bytes]] = gzip.GzipFile if is_gzip(path) else partial(open, mode="rb")  # type: ignore[assignment]
     return opened(path)
 
 
 def read_header(path: str, delimiter: str, layout: CtrLayout) -> list[str]:
-    """The names in a file's first line, which must have all that the layout asks for."""
+    """Return the names in a file's first line; raise ``DataError`` unless they include all columns of the layout."""
     with open_text(path) as file:
         line = file.readline(LONGEST_LINE)
     text = line.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").rstrip("\r\n")
@@ -55,7 +55,7 @@ def read_header(path: str, delimiter: str, layout: CtrLayout) -> list[str]:
 
 
 def index_text(path: str, *, header: bool, block_bytes: int) -> list[TextBlock]:
-    """The blocks of a file: whole lines, about ``block_bytes`` each. Reads the file once, without parsing it."""
+    """Return the blocks of a file: whole lines, about ``block_bytes`` each. Reads the file once without parsing."""
     try:
         with open_text(path) as file:
             return list(_blocks(path, file, header, block_bytes))
@@ -76,7 +76,7 @@ def _blocks(path: str, file: IO[bytes], header: bool, block_bytes: int) -> Itera
             yield TextBlock(path, start, len(held), rows, line)
             start, line = start + len(held), line + rows
         held = text
-    held = held.rstrip(b"\r\n")  # empty lines at the end of a file are no rows
+    held = held.rstrip(b"\r\n")  # empty lines at the end of a file are not rows
     if held:
         yield TextBlock(path, start, len(held), held.count(b"\n") + 1, line)
 
@@ -107,7 +107,7 @@ class FetchedText(NamedTuple):
 
 
 class TextBlockReader:
-    """Reads blocks in the order of a pass, and keeps the file at hand open: a gzip file goes on where it is."""
+    """Reads blocks in the order of a pass, and keeps the current file open: a gzip file is read sequentially."""
 
     def __init__(self, blocks: list[TextBlock]) -> None:
         self._blocks = blocks

@@ -1,4 +1,4 @@
-"""Data by its URL: fetched once into this machine's cache, a path from then on."""
+"""Resolves the URL of a data set to a local path: downloads it once into this machine's cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SPECS = (".yaml", ".yml", ".json")
 
 
 def local(dataset_dir: str | os.PathLike[str], cache: Path | None = None) -> Path:
-    """The path where the data is.
+    """Return the local path of the data.
 
-    A path is returned as it is. Of a URL to a spec (.yaml, .json) the files are fetched, and their folder returned; any
-    other URL is one file, such as an archive: it is fetched, not unpacked, and its path returned. In a job every rank
-    calls it.
+    A path is returned unchanged. For the URL of a spec (.yaml, .json) the files are downloaded, and their folder is
+    returned; any other URL is one file, such as an archive: it is downloaded, not unpacked; its path is returned. In a
+    job every rank calls this.
     """
     url = os.fspath(dataset_dir)
     if not is_remote(url):

@@ -1,4 +1,4 @@
-"""The files of a spec into a folder, once per host."""
+"""``Downloader``: downloads the files of a spec into a folder, once per host."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from echelon.distributed import world
 
 
 class Downloader:
-    """Fetches what ``spec`` names into ``out``: whole, verified, and only what is not there yet.
+    """Downloads the files that ``spec`` names into ``out``: complete, verified, and only those that are missing.
 
     spec:      a .yaml or .json file, its URL, or the same as a dict
-    worker:    of ``workers``: fetch every ``workers``-th file from this one on
-    parallel:  files on their way at once; left out: as the spec says
-    token_env: the environment variable with a token for the server (Authorization: Bearer)
-    quiet:     no lines about progress
+    worker:    index of this worker among ``workers``; it downloads every ``workers``-th file from this index on
+    parallel:  number of simultaneous downloads; by default the spec decides
+    token_env: name of the environment variable with a token for the server (Authorization: Bearer)
+    quiet:     print no progress
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Downloader:
         self._notes = self._out / WORKINGS / f"{hashlib.sha256(call.encode()).hexdigest()[:24]}.names"
 
     def fetch(self) -> list[Path]:
-        """The paths of all files, in the order of the spec.
+        """Download the files, and return the paths of all of them in the order of the spec.
 
-        In a job (after ``echelon.init()``) every rank calls it: one process of each host fetches and the others wait.
-        A failure anywhere is the same one-line error on all ranks.
+        In a job (after ``echelon.init()``) every rank calls it: one process of each host downloads and the others wait.
+        A failure anywhere raises the same one-line error on all ranks.
         """
         job, stop = world.current() if world.is_initialized() else None, threading.Event()
         aloud = not self._quiet and (job is None or job.rank == 0)
-        if job is None or job.control is None:  # nobody to wait for: the locks see to it that one process fetches
+        if job is None or job.control is None:  # no other ranks to wait for: file locks let one process download
             return [self._out / name for name in self._fetch_here(stop, aloud)]
         from echelon.data.download.one_per_host import one_per_host
 
@@ -82,7 +82,7 @@ class Downloader:
         return [file.name for file in files]
 
     def _leave_names(self, names: list[str]) -> None:
-        """For the other ranks of this host, so that not each of them asks for the list."""
+        """Write the names for the other ranks of this host, so that they do not request the list as well."""
         draft = self._notes.with_suffix(f".{os.getpid()}")
         with explain_os_errors(self._notes):
             draft.write_text(json.dumps(names))
@@ -96,7 +96,7 @@ def _in_threads(
     parallel: int,
     stop: threading.Event,
 ) -> None:
-    """The first failure stops the rest and is raised here."""
+    """Fetch files in threads; the first failure stops the rest and is raised here."""
     waiting, taking, failures = iter(files), threading.Lock(), list[BaseException]()
 
     def work() -> None:

@@ -1,7 +1,7 @@
-"""One file into its place: a part that grows, under a lock, until it is whole and verified; only then the name.
+"""Downloads one file: a partial file grows under a lock until it is complete and verified, and then gets its name.
 
-The lock is held on the part itself, by flock: it ends with the process that holds it, however that ends. Parts lie in
-a folder of their own, so that no pattern such as ``data/**`` ever finds one.
+The lock is a flock on the partial file: it ends with the process that holds it, for any reason. Partial files have
+their own folder, so that no pattern such as ``data/**`` matches them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from echelon.data.download.url_source import (
 from echelon.data.download.verified_files import VerifiedFiles, digest
 
 CHUNK = 1 << 18
-#: An attempt that brought this much was none in vain: a line that breaks every few minutes still ends a large file.
+#: Bytes after which an attempt counts as a success: a connection that breaks every few minutes can finish a large file.
 PROGRESS = 1 << 20
 
 
 class DownloadStopped(Exception):
-    """Another file failed, or another host: no reason to go on with this one."""
+    """Another file or another host failed, so this download is stopped."""
 
 
 class FileFetcher:
-    """Fetches files into ``folder``, from as many threads as there are.
+    """Downloads files into ``folder``, from several threads.
 
-    came: told the bytes that have come, as they come
-    stop: set by whoever wants all of it to end
+    came:  called with the number of bytes of each received chunk
+    stop:  event that ends all downloads
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FileFetcher:
         self._verified = VerifiedFiles(self._workings / "verified.jsonl")
 
     def fetch(self, file: RemoteFile) -> None:
-        """Returns when the file is in its place, by us or by another process."""
+        """Return when the file is in its place, downloaded by this or another process."""
         target = self._folder / file.name
         with explain_os_errors(target):
             if self._verified.is_verified(file, target):
@@ -95,7 +95,7 @@ class FileFetcher:
         self._verified.add(file, target)
 
     def _complete(self, file: RemoteFile, target: Path, part: Path, handle: FileIO) -> bool:
-        """Fill the part, over as many attempts as it takes. False: the file in place is all there is to be had."""
+        """Fill the partial file, with retries. Returns False if the file in place is already the one to download."""
         failures = 0
         while True:
             had = _length(handle)
@@ -112,13 +112,13 @@ class FileFetcher:
 
     def _attempt(self, file: RemoteFile, target: Path, part: Path, handle: FileIO) -> bool:
         version = _version_file(part).read_text() if _version_file(part).exists() else ""
-        # A byte less than there is: a server has no answer to a range that begins at the end of a file.
+        # One byte less than we have: a server refuses a range that begins at the end of the file.
         start = max(0, _length(handle) - 1) if version or file.checksum else 0
         opened = open_url(file.url, self._access, start, version)
         try:
             size = _agreed_size(file, opened)
             if file.checksum is None and target.is_file() and target.stat().st_size == size:
-                self._verified.add(file, target)  # nothing but the size can be compared, and it is the same
+                self._verified.add(file, target)  # without a checksum only the size can be compared, and it is equal
                 return False
             if opened.start == 0:
                 handle.truncate(0)
@@ -148,7 +148,7 @@ class FileFetcher:
 
     @contextlib.contextmanager
     def _locked(self, part: Path) -> Iterator[FileIO]:
-        """The part, ours alone. Whoever had it before may have moved it into place: then it is made again."""
+        """Open and lock the partial file. If the previous holder has moved it into place, it is created again."""
         while True:
             with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as handle:
                 while not _try_lock(handle):
@@ -164,7 +164,7 @@ class FileFetcher:
 
 @contextlib.contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """What the disk refuses, in one line. What comes from afar has been told apart before."""
+    """Convert OS errors of the disk to a one-line ``DataError``. Network errors were converted before."""
     try:
         yield
     except OSError as error:
@@ -187,7 +187,7 @@ def _agreed_size(file: RemoteFile, opened: OpenRemoteFile) -> int | None:
 
 
 def _check_room(folder: Path, size: int | None, start: int) -> None:
-    """Before the disk is full, where it can be known."""
+    """Raise if the disk has too little free space for the rest of the file, if its size is known."""
     free = shutil.disk_usage(folder).free
     if size is not None and size - start > free:
         needs = f"{bytes_in_words(size - start)} more are needed, {bytes_in_words(free)} are free"
@@ -195,7 +195,7 @@ def _check_room(folder: Path, size: int | None, start: int) -> None:
 
 
 def _write(handle: FileIO, chunk: bytes) -> None:
-    """All of it: a disk that becomes full takes a part first, and refuses the next."""
+    """Write all bytes: a disk that becomes full accepts a part first, and refuses the rest."""
     left = memoryview(chunk)
     while left:
         left = left[handle.write(left) :]
@@ -221,7 +221,7 @@ def _length(handle: FileIO) -> int:
 
 
 def _version_file(part: Path) -> Path:
-    """Which version of the file the part is of."""
+    """Return the path of the file with the version to which the partial file belongs."""
     return part.with_suffix(".version")
 
 

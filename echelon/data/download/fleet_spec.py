@@ -1,4 +1,4 @@
-"""The yaml that Paddle Fleet's Downloader reads, as a spec: ``bos_path``, or the keys of HDFS."""
+"""Reads the yaml of Paddle Fleet's Downloader as a spec: ``bos_path``, or the keys of HDFS."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from echelon.base.errors import UsageError
 
 _PLACE = ("fs.default.name", "fs_name")
-#: Credentials and programs, and the variable of the environment that is read for them.
+#: Keys of credentials and programs, and the environment variable that is read instead.
 _ENVIRONMENT = {
     "hadoop.job.ugi": "HADOOP_USER_NAME",
     "fs_ugi": "HADOOP_USER_NAME",
     "hadoop_home": "HADOOP_HOME",
     "java_home": "JAVA_HOME",
 }
-#: A folder of Fleet's: names with their md5, names of further files, and archives that are to be unpacked.
+#: The defaults of a Fleet folder: names with their md5, names of further files, and archives to unpack.
 _FOLDER = {"list": "filelist.txt", "meta": "meta.txt", "unpack": True}
 FLEETS = ("bos_path", "data_path", *_PLACE, *_ENVIRONMENT)
 
 
 def in_our_names(given: Mapping[Any, Any], source: str) -> Mapping[Any, Any]:
-    """Return a spec with Fleet's keys as one with ours."""
+    """Return a spec with Fleet's keys translated to Echelon's."""
     found = {key: given[key] for key in FLEETS if key in given}
     if not found:
         return given

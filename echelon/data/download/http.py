@@ -1,6 +1,6 @@
-"""http and https by the standard library alone: ranges, verified certificates, no redirect from https to http.
+"""Downloads by http and https with the standard library: ranges, verified certificates, no redirect from https to http.
 
-fsspec would need aiohttp for it, and does not say which version of a file a range is from.
+fsspec would need aiohttp for it, and does not tell the version of the file to which a range belongs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_web(url: str, access: Access, start: int, version: str) -> OpenRemoteFi
         response = _opener().open(request, timeout=access.timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416:  # the file has become shorter than what we have of it
+        if error.code == 416:  # the file has become shorter than our partial file
             return open_web(url, access, 0, "")
         raise _refusal(url, error) from None
     except urllib.error.URLError as error:
@@ -52,7 +52,7 @@ def open_web(url: str, access: Access, start: int, version: str) -> OpenRemoteFi
 
 
 def check_web(url: str) -> None:
-    """Refuse what is no URL before anybody is asked for it."""
+    """Raise for an invalid URL before any request is made."""
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise UsageError(f"'{redact_url(url)}' has a name or password in it; give a token by token_env instead")
@@ -65,7 +65,7 @@ def check_web(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """Scheme, host and port: whom a token is for."""
+    """Return scheme, host and port, to which a token is bound."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}".lower()
 
@@ -74,7 +74,7 @@ def _show_token(request: urllib.request.Request, token: str) -> None:
     parts = urlsplit(request.full_url)
     if parts.scheme != "https" and parts.hostname not in LOOPBACKS:
         raise UsageError(f"{redact_url(request.full_url)} would be sent the token for all to read; use https://")
-    request.add_unredirected_header("Authorization", f"Bearer {token}")  # "unredirected": not for the next host
+    request.add_unredirected_header("Authorization", f"Bearer {token}")  # "unredirected": not sent to another host
 
 
 def _opened(response: Any, asked: int) -> OpenRemoteFile:
@@ -93,13 +93,13 @@ def _opened(response: Any, asked: int) -> OpenRemoteFile:
 
 def _read(response: Any, count: int) -> bytes:
     try:
-        return bytes(response.read1(count))  # what has come, not all that was asked for: less is lost with a connection
+        return bytes(response.read1(count))  # returns what has arrived, so that a broken connection loses less
     except PASSING as error:
         raise RetryableDownloadError(one_line(error)) from error
 
 
 def _version(headers: HTTPMessage, size: int | None) -> str:
-    """Weak ETags and dates promise less than a strong one, but with the size they tell a changed file all the same."""
+    """Return a version of the file. Weak ETags and dates are less reliable, but with the size they reveal a change."""
     etag, modified = headers.get("ETag"), headers.get("Last-Modified")
     return json.dumps([etag, modified, size]) if etag or modified else ""
 
@@ -133,7 +133,7 @@ class _BadRedirect(OSError):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """From https to https only; a token goes on to the same host only."""
+    """Allows redirects from https to https only, and passes a token to the same host only."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str

@@ -1,4 +1,4 @@
-"""One process of each host works while the others wait: however long it takes, and whatever becomes of it."""
+"""``one_per_host``: one process of each host does some work while the others wait, without a time limit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from echelon.base.errors import DataError, EchelonError, PeerLost, UsageError
 from echelon.data.collate import one_line
 from echelon.distributed.world import World
 
-#: Seconds between two rounds. Short of any timeout, so that a wait of hours is no silence.
+#: Seconds between two rounds. They are shorter than any timeout, so that a wait of hours causes none.
 SHORTEST, LONGEST = 0.01, 2.0
 
 
 def one_per_host(world: World, work: Callable[[], None], stop: threading.Event) -> None:
-    """``work`` on local rank 0 of every host; returns on all ranks when all have done it.
+    """Run ``work`` on local rank 0 of every host; return on all ranks when all hosts are done.
 
-    When one fails all ranks raise its line, and the others' work is told to stop. The ranks meet in rounds while the
-    work goes on in a thread: a rank that died is noticed within a round, not after the time limit of a collective.
+    If one fails, all ranks raise its error, and ``stop`` is set for the others. The ranks exchange states in rounds
+    while the work runs in a thread: a rank that died is detected within a round, not after the timeout of a collective.
     """
     from echelon.distributed.collectives import gather_json
 
@@ -43,7 +43,7 @@ def one_per_host(world: World, work: Callable[[], None], stop: threading.Event) 
 
 
 class _Working:
-    """The work in its thread, and what became of it."""
+    """The work in its thread, and its result."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -54,7 +54,7 @@ class _Working:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # told to all ranks by state()
+        except BaseException as error:  # state() reports it to all ranks
             self._error = error
 
     def state(self, patience: float) -> str | dict[str, str]:
@@ -68,7 +68,7 @@ class _Working:
         return {kind: str(self._error) if ours else f"{type(self._error).__name__}: {one_line(self._error)}"}
 
     def join(self) -> None:
-        """Until it has seen that it is to stop. It may be waiting for a server: then it ends with the process."""
+        """Wait until the work has seen ``stop``. If it is blocked in a request, its thread ends with the process."""
         self._thread.join(LONGEST)
 
 

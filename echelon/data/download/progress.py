@@ -1,4 +1,4 @@
-"""How far a download is, in a line every few seconds."""
+"""Prints the progress of a download every few seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERY = 5.0
 
 
 class Progress:
-    """Counts files and bytes from many threads; speaks where it may (``aloud``)."""
+    """Counts files and bytes from many threads; prints if ``aloud``."""
 
     def __init__(self, files: int, aloud: bool) -> None:
         self._files, self._aloud = files, aloud
@@ -34,7 +34,7 @@ class Progress:
             self._done += 1
 
     def end(self) -> None:
-        """The sum of it, if there was anything to fetch."""
+        """Print the total, if anything was downloaded."""
         if self._bytes:
             seconds = max(time.monotonic() - self._since, 1e-9)
             speed = f"{self._bytes / seconds / 1e6:.1f} MB/s"

@@ -1,6 +1,6 @@
-"""What to fetch: a spec, written by hand or by ``sha256sum``, into names, URLs and checksums that can be trusted.
+"""Parses a download spec, written by hand or by ``sha256sum``, into validated names, URLs and checksums.
 
-A spec may come from a stranger: it is data, bounded in size, and no name in it leads out of the folder.
+A spec may come from an untrusted source: it is only data, bounded in size, and no name in it leads out of the folder.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from echelon.data.collate import one_line
 from echelon.data.download import fleet_spec
 from echelon.data.download.url_source import WEB, is_remote, redact_url, scheme_of
 
-#: YAML takes a second per megabyte; more names than fit in here are for ``list``, whose lines take a microsecond each.
+#: Byte limits. YAML takes a second per megabyte; longer lists belong in ``list``, with a microsecond per line.
 SPEC_BYTES, LIST_BYTES = 8 << 20, 256 << 20
 MOST_FILES = 1_000_000
-#: The folder beside the data with what is not finished, and what is known to be.
+#: The folder beside the data with partial files and the list of verified ones.
 WORKINGS = ".echelon"
 HEX = {"md5": 32, "sha256": 64}
 
 _DIGITS = r"(?P<digits>[0-9a-fA-F]{32}|[0-9a-fA-F]{64})"
 _CHECKSUM_FIRST = re.compile(rf"{_DIGITS}[ \t]+\*?(?P<name>.+)")
-_NAME_FIRST = re.compile(rf"(?P<name>.+?)[ \t]+{_DIGITS}")  # as Fleet's filelist.txt has it
+_NAME_FIRST = re.compile(rf"(?P<name>.+?)[ \t]+{_DIGITS}")  # the format of Fleet's filelist.txt
 
 T = TypeVar("T", bound="SpecFileEntry | Spec")
 
 
 @strict
 class SpecFileEntry:
-    """One file. Without ``url`` it lies at the spec's ``base``; without a checksum its size is all that is checked."""
+    """One file. Without ``url`` it is at the spec's ``base``; without a checksum only its size is checked."""
 
     name: str
     url: str | None = None
@@ -53,16 +53,16 @@ class SpecFileEntry:
 
 @strict
 class Spec:
-    """What a spec file may say.
+    """The contents of a spec file.
 
-    base:     where files lie that have no URL of their own; left out: where the spec, or its list, is
+    base:     URL or folder of files without their own URL; by default that of the spec, or of its list
     files:    names, or entries with checksum, size or URL
-    list:     a file with lines as sha256sum or md5sum writes them, or turned round, in place of ``files``
-    meta:     beside ``list``, a file with names of further files, one a line
-    unpack:   unpack what ends with .tar into the folder as well
-    parallel: files on their way at once
-    retries:  how often to try again after an attempt that brought nothing
-    timeout:  seconds to wait for a server to say anything
+    list:     file with lines as sha256sum or md5sum writes them, or with name before checksum, in place of ``files``
+    meta:     file with names of further files, one per line; requires ``list``
+    unpack:   also unpack files that end with .tar into the folder
+    parallel: number of simultaneous downloads
+    retries:  number of retries after attempts without progress
+    timeout:  seconds to wait for a server's response
     """
 
     base: str | None = None
@@ -85,13 +85,13 @@ class Spec:
 
     @staticmethod
     def in_our_names(given: Mapping[Any, Any], label: str) -> Mapping[Any, Any]:
-        """Read the keys of Fleet's yaml too."""
+        """Translate the keys of Fleet's yaml."""
         return fleet_spec.in_our_names(given, label)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file to fetch. ``checksum`` is (algorithm, digits), or None."""
+    """One file to download. ``checksum`` is (algorithm, digits), or None."""
 
     name: str
     url: str
@@ -100,7 +100,7 @@ class RemoteFile:
 
 
 def parse_spec(text: str, source: str) -> Spec:
-    """Of YAML, of which JSON is a part."""
+    """Parse a spec in YAML or JSON."""
     try:
         plain = json.loads(text, object_pairs_hook=_without_repeats) if source.endswith(".json") else _parse_yaml(text)
     except RecursionError:
@@ -115,14 +115,14 @@ def make_spec(plain: Any, source: str = "Spec") -> Spec:
 
 
 def files_of(spec: Spec, folder: str) -> list[RemoteFile]:
-    """The files of a spec that lists them; ``folder`` is where the spec is, for what is named relative to it."""
+    """Return the files of a spec that lists them; ``folder`` is that of the spec, for relative names."""
     base = joined(folder, spec.base or "")
     entries = (SpecFileEntry(name=item) if isinstance(item, str) else item for item in spec.files)
     return _checked((_file(entry, base, folder) for entry in entries), folder)
 
 
 def files_listed(spec: Spec, text: str, further: str, source: str, folder: str) -> list[RemoteFile]:
-    """Return the files of ``list``, by lines of checksum and name, and those of ``meta``, by lines of names."""
+    """Return the files of ``list``, from lines of checksum and name, and those of ``meta``, from lines of names."""
     base = joined(folder, spec.base) if spec.base else folder_of(source)
     names = (line.strip() for line in further.splitlines())
     entries = (*_entries(text, redact_url(source)), *(SpecFileEntry(name=name) for name in names if name))
@@ -139,7 +139,7 @@ def _entries(text: str, source: str) -> Iterable[SpecFileEntry]:
                 f"{source}, line {number}: expected 'checksum  name' as sha256sum writes it, got {line[:60]!r}"
             )
         digits, name = found["digits"], found["name"]
-        name = name.removeprefix("./")  # as `find . | xargs sha256sum` has it
+        name = name.removeprefix("./")  # as `find . | xargs sha256sum` writes it
         yield (
             SpecFileEntry(name=name, sha256=digits)
             if len(digits) == HEX["sha256"]
@@ -159,7 +159,7 @@ def _file(entry: SpecFileEntry, base: str, folder: str) -> RemoteFile:
 
 
 def check_name(name: str) -> None:
-    """A name becomes a path in the folder, and nothing else."""
+    """Raise unless a name is a safe relative path in the folder."""
     parts = name.split("/")
     if name.startswith("/") or ".." in parts or "\\" in name or re.match(r"[A-Za-z]:", name):
         raise DataError(f"the name {name[:100]!r} leads out of the folder; names are relative, without '..'")
@@ -181,7 +181,7 @@ def _checked(files: Iterable[RemoteFile], folder: str) -> list[RemoteFile]:
 
 
 def joined(folder: str, name: str, *, quoted: bool = False) -> str:
-    """``name`` as seen from ``folder``: itself where it is a URL or an absolute path."""
+    """Return ``name`` relative to ``folder``; unchanged if it is a URL or an absolute path."""
     if not name or scheme_of(name):
         return name or folder
     if not is_remote(folder) and scheme_of(folder) != "file":
@@ -190,13 +190,13 @@ def joined(folder: str, name: str, *, quoted: bool = False) -> str:
 
 
 def folder_of(url: str) -> str:
-    """Where the file lies. A query belongs to the file, not to its folder."""
+    """Return the folder of a file. A query belongs to the file, not to its folder."""
     url = url.split("?", 1)[0] if scheme_of(url) in WEB else url
     return url.rpartition("/")[0] if scheme_of(url) else os.path.dirname(url)
 
 
 def _without_repeats(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """YAML and JSON let the last of two equal names win, without a word."""
+    """Build a dict, and raise for duplicate names, of which YAML and JSON would silently take the last."""
     made: dict[Any, Any] = {}
     for name, value in pairs:
         if name in made:
@@ -208,16 +208,16 @@ def _without_repeats(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 def _parse_yaml(text: str) -> Any:
     import yaml
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    class UniqueKeyLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Mapping[Any, Any]:
             _without_repeats((self.construct_object(key, deep=True), None) for key, _ in node.value)
             return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
 
     try:
-        # Aliases of aliases make a gigabyte of a line, as soon as somebody prints them.
-        if "*" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=Loader)):
+        # Nested aliases can expand one line to a gigabyte when they are printed.
+        if "*" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=UniqueKeyLoader)):
             raise ValueError("it has an alias ('*name'); write it out")
-        return yaml.load(text, Loader=Loader)
+        return yaml.load(text, Loader=UniqueKeyLoader)
     except (yaml.YAMLError, TypeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         raise ValueError(f"line {mark.line + 1}: {problem}" if mark else str(problem or error)) from None

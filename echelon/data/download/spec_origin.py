@@ -1,4 +1,4 @@
-"""Where a spec came from, and what follows from it: which files, from where, and who may see the token."""
+"""Loads a spec from its origin, which decides the list of files, their URLs, and the host that receives the token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from echelon.data.download.url_source import (
 
 @dataclass(frozen=True)
 class ResolvedSpec:
-    """What a spec comes to."""
+    """A spec with its list of files."""
 
     files: list[RemoteFile]
     spec: Spec
@@ -44,7 +44,7 @@ class ResolvedSpec:
 
 
 class Origin:
-    """A spec as it was given. What is on this machine is read, and refused, at once; what is not, when it is wanted."""
+    """A spec as given. A local spec is read and validated at once, a remote one when it is needed."""
 
     def __init__(self, given: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         self.url = "" if isinstance(given, Mapping) else os.fspath(given)
@@ -68,7 +68,7 @@ class Origin:
         return ResolvedSpec(files_listed(spec, text, further, listed, self._folder), spec, access)
 
     def _trusted(self, home: str) -> str:
-        """Whom the token is for. A spec from afar does not choose: it is for whoever gave the spec."""
+        """Return the host that receives the token. A remote spec cannot choose it: it is the spec's own host."""
         home = self.url if is_remote(self.url) else home
         if scheme_of(home) not in WEB:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Archives of a spec with ``unpack: true``: unpacked beside themselves, once."""
+"""Unpacks the archives of a spec with ``unpack: true`` into their folder, once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TURN = "unpacking.lock"
 def unpack(folder: Path, name: str) -> None:
     """Unpack one archive of ``folder`` into it, unless this version of it has been unpacked.
 
-    Threads and processes take turns: archives may hold the same folders, and tarfile fails on a folder that appears
-    while it makes it. Nothing in an archive leads out of the folder: tarfile's "data" filter refuses such names and
-    links, devices, and programs that run as another user.
+    Threads and processes take turns: archives may contain the same folders; tarfile fails if a folder appears while it
+    creates it. Nothing can be written outside of the folder: tarfile's "data" filter refuses such names and links,
+    devices, and setuid programs.
     """
     archive = folder / name
     known = archive.stat()

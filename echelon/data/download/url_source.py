@@ -1,4 +1,4 @@
-"""Bytes of a URL from some offset on, whoever has them: a web server, a path, or any file system that fsspec knows."""
+"""Opens a URL at an offset: from a web server, a path, or any file system that fsspec supports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.base.errors import DataError, UsageError, nearest
 from echelon.data.collate import one_line
 
 WEB = ("http", "https")
-#: What is asked for through fsspec. It knows more, but some of those are ways around to this machine's own files.
+#: Schemes that are opened with fsspec. It has more, but some of those give access to this machine's own files.
 STORES = (
     *("s3", "s3a", "gs", "gcs", "hdfs", "webhdfs", "abfs", "abfss", "az", "adl", "oss", "oci", "tos"),
     *("hf", "sftp", "ssh", "ftp", "smb", "webdav", "memory"),
@@ -22,7 +22,7 @@ LONGEST_PAUSE = 30.0
 
 
 class RetryableDownloadError(Exception):
-    """The connection broke, or the server has no time: worth another try, after ``pause`` seconds if it said so."""
+    """The connection broke, or the server is busy: retry, after ``pause`` seconds if the server gave a time."""
 
     def __init__(self, reason: str, pause: float | None = None) -> None:
         super().__init__(reason)
@@ -31,11 +31,11 @@ class RetryableDownloadError(Exception):
 
 @dataclass(frozen=True)
 class OpenRemoteFile:
-    """A file on its way.
+    """An open download.
 
-    start:   the offset its first byte has: 0 where the server did not go on from where it was asked to
-    size:    of the whole file, where it is known
-    version: differs when the file has been changed; "" where nobody can tell
+    start:   offset of the first byte: 0 if the server did not continue at the requested offset
+    size:    bytes of the whole file, None if unknown
+    version: text that changes with the file; "" if it is unknown
     """
 
     read: Callable[[int], bytes]
@@ -47,7 +47,7 @@ class OpenRemoteFile:
 
 @dataclass(frozen=True)
 class Access:
-    """How to ask. The token is shown to ``token_host`` (scheme and host) alone, whatever else a spec names."""
+    """Timeout and token of requests. The token is sent to ``token_host`` (scheme and host) only."""
 
     timeout: float = 60.0
     token: str = ""
@@ -55,7 +55,7 @@ class Access:
 
 
 def open_url(url: str, access: Access, start: int = 0, version: str = "") -> OpenRemoteFile:
-    """The bytes from ``start`` on if the file still is of that ``version``, else from 0."""
+    """Open the URL at ``start`` if the file still has that ``version``, else at 0."""
     scheme = scheme_of(url)
     if scheme in WEB:
         from echelon.data.download.http import open_web
@@ -65,12 +65,12 @@ def open_url(url: str, access: Access, start: int = 0, version: str = "") -> Ope
 
 
 def backoff(failures: int) -> float:
-    """Seconds to wait before another try; never the same on two machines, which would come back together."""
+    """Return the seconds to wait before a retry, randomized so that machines do not retry at the same time."""
     return min(0.25 * 2.0**failures, LONGEST_PAUSE) * random.uniform(0.5, 1.0)
 
 
 def read_text(url: str, access: Access, limit: int, what: str) -> str:
-    """A small file as text; ``limit`` in bytes guards against what never ends."""
+    """Return a small file as text; ``limit`` in bytes guards against endless responses."""
     opened = open_url(url, access)
     data = bytearray()
     try:
@@ -97,7 +97,7 @@ def is_remote(url: str) -> bool:
 
 
 def redact_url(url: str) -> str:
-    """For messages: a signed URL has its secret in the query, others have it before the host."""
+    """Return the URL without secrets, for messages: a signed URL has them in the query, others before the host."""
     if not is_remote(url):
         return url
     parts = urlsplit(url)
@@ -105,7 +105,7 @@ def redact_url(url: str) -> str:
 
 
 def path_of(url: str) -> Path:
-    """Of a local path or a ``file://`` URL."""
+    """Return the path of a local path or a ``file://`` URL."""
     return Path(unquote(urlsplit(url).path) if scheme_of(url) == "file" else url)
 
 
@@ -134,7 +134,7 @@ def _open_elsewhere(url: str, start: int, version: str) -> OpenRemoteFile:
         raise DataError(f"{redact_url(url)}: there is no such file; check the spec") from None
     except PermissionError as error:
         raise DataError(f"{redact_url(url)}: not allowed ({one_line(error)}); check the credentials") from None
-    except Exception as error:  # each library has errors of its own; which of them pass is not known here
+    except Exception as error:  # libraries have their own errors, and which of them are temporary is unknown here
         raise RetryableDownloadError(one_line(error)) from error
     return OpenRemoteFile(_guarded(file.read), file.close, start, size, found)
 

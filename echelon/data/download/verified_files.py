@@ -1,4 +1,4 @@
-"""Which files have been verified, by size and time of change: so that a second call need not read a terabyte again."""
+"""Remembers verified files by size and modification time, so that a second call need not read a terabyte again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.data.download.spec import RemoteFile
 
 
 class VerifiedFiles:
-    """A line for every file that was found whole. Lines that make no sense, or no longer fit, are as if not there."""
+    """A file with one line per verified file. Lines that are invalid or out of date are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -24,15 +24,15 @@ class VerifiedFiles:
         self._hear()
 
     def is_verified(self, file: RemoteFile, target: Path) -> bool:
-        """Whether the file in place is the one that was verified, and as the spec now wants it."""
+        """Return True if the file in place is the one that was verified, and still matches the spec."""
         known = self._known.get(file.name)
         return known is not None and target.is_file() and known == _facts(file, target)
 
     def learn(self, file: RemoteFile, target: Path) -> bool:
-        """Whether the file in place is what the spec wants, as far as it can be told without asking for it."""
+        """Return True if the file in place matches the spec, as far as that is known without a request; remember it."""
         if not target.is_file() or (file.size is not None and target.stat().st_size != file.size):
             return False
-        self._hear()  # another process may have fetched it while we waited for the lock
+        self._hear()  # another process may have downloaded it while this one waited for the lock
         if self.is_verified(file, target):
             return True
         good = digest(target, file.checksum[0]) == file.checksum[1] if file.checksum else file.size is not None
@@ -44,12 +44,12 @@ class VerifiedFiles:
         line = json.dumps([file.name, *_facts(file, target)]) + "\n"
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(handle, line.encode())  # in one piece: other processes write here, too
+            os.write(handle, line.encode())  # in one write, because other processes append too
         finally:
             os.close(handle)
 
     def _hear(self) -> None:
-        """Read what has been written since, by us or by others."""
+        """Read the lines that this or other processes have appended since the last call."""
         with self._lock, contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._read_to)
             for line in file:

@@ -1,1 +1,1 @@
-"""An engine's side of in-memory checkpoints: writing snapshots after steps, reading them after a fault."""
+"""The engine's side of in-memory snapshots: writes them after steps and reads them after a failure."""

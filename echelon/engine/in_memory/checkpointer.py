@@ -1,4 +1,4 @@
-"""Memories: an engine's copies in the memories of its hosts, found when it begins and made after its steps."""
+"""``MemoryCheckpointer``: finds the in-memory snapshots of an engine at its start and takes them after its steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from echelon.distributed.world import World
 from echelon.engine.checkpointing import CheckpointManager
 from echelon.engine.consistency import ConsistencyChecker
 
-if TYPE_CHECKING:  # what makes copies and reads them is imported by a run that does
+if TYPE_CHECKING:  # only a run with snapshots imports the modules that write and read them
     from echelon.checkpoint import Stored
     from echelon.engine.in_memory.snapshot_writer import SnapshotWriter
 
 
 class MemoryCheckpointer:
-    """``statistics``: whether replicas have batch-norm statistics of their own."""
+    """Takes and finds the in-memory snapshots of one engine.
+
+    statistics: returns True if each replica has its own batch-norm statistics
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class MemoryCheckpointer:
     ) -> None:
         self.where, self._world, self._keeper, self._company = where, world, keeper, company
         self._statistics, self._say = statistics, say
-        self.copies: SnapshotWriter | None = None  #: from the first step on
+        self.copies: SnapshotWriter | None = None  #: None before the first step
 
     @staticmethod
     def find(
@@ -40,14 +43,14 @@ class MemoryCheckpointer:
         statistics: Callable[[], bool],
         say: Callable[[str], None],
     ) -> MemoryCheckpointer | None:
-        """Where the launcher was asked for copies."""
+        """Return a checkpointer if the launcher holds in-memory snapshots, else None."""
         where = SnapshotHosts.for_next_engine()
         return None if where is None else MemoryCheckpointer(where, world, keeper, company, statistics, say)
 
     def newest(self, skipped: int = 0) -> Stored | None:
-        """The newest copies that an earlier round has left, of no earlier step than the checkpoint.
+        """Return the newest snapshot of an earlier round, unless the newest checkpoint is of a later step.
 
-        skipped: as many newer ones are passed over
+        skipped: number of newer snapshots to skip
         """
         if self.where.round == 0:
             return None
@@ -57,14 +60,14 @@ class MemoryCheckpointer:
             return newest(self.where, self._keeper.newest_step(), self._world.control, self._world.rank, skipped)
 
     def after(self, step: int, at_once: bool = False) -> None:
-        """Copy the state, if it is time after ``step``, which all ranks have done; ``at_once``: in any case."""
+        """Take a snapshot after ``step`` on all ranks if one is due; ``at_once``: take it in any case."""
         if self.copies is None:
             self.copies = self._open()
         with self._company.explained():
             self.copies.after(step, at_once)
 
     def hold(self) -> None:
-        """Before an update: what it changes must have been read."""
+        """Make the next update wait until the snapshot has read the tensors that the update changes."""
         if self.copies is not None:
             self.copies.hold()
 

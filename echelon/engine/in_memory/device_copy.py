@@ -1,4 +1,4 @@
-"""From where training's tensors are into the memory of a bank: on the CPU at once, from a GPU while it computes on."""
+"""Copies tensors into a snapshot buffer: synchronously on the CPU, from a GPU while it computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from echelon.engine.in_memory.snapshot_layout import SnapshotLayout
 
 
 class DeviceCopy:
-    """``at_once``: a copy is there when ``copy`` returns; else when ``wait`` does."""
+    """Copies the tensors of one device into a snapshot buffer.
+
+    at_once: True if a copy is complete when ``copy`` returns; else it is complete when ``wait`` returns
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,7 +29,7 @@ class DeviceCopy:
         self._registered: int | None = None
 
     def register(self, bank: SnapshotBuffer) -> None:
-        """Let the device write there by itself. Where it cannot, copies take longer and are the same."""
+        """Pin the buffer's memory for the GPU. If pinning fails, copies are slower but still correct."""
         self.forget()
         if self._stream is None:
             return
@@ -51,7 +54,7 @@ class DeviceCopy:
             return
         steady, changing = form.steady()
         now = torch.cuda.current_stream(self._device)
-        for at in changing:  # a forward pass may change them: before it, on its own stream
+        for at in changing:  # the next forward pass may change these, so the copy runs before it, on its stream
             targets[at].copy_(form.views[at], non_blocking=True)
         self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream):
@@ -60,7 +63,7 @@ class DeviceCopy:
         self._read = self._stream.record_event()
 
     def hold(self) -> None:
-        """What the device does from now on, it does after it has read the last copy."""
+        """Make the current stream wait until the last copy has read its sources."""
         if self._read is not None:
             torch.cuda.current_stream(self._device).wait_event(self._read)
 

@@ -1,7 +1,7 @@
-"""``MemorySnapshot``: the newest complete set of copies in the memories of the hosts, read like a checkpoint.
+"""``MemorySnapshot``: the newest complete in-memory snapshot on the hosts, read like a checkpoint.
 
-A set is one copy of every rank of the round that wrote it, all of the same step. A rank's copy may be that on its own
-host or what the next host keeps for it; together they must hold every piece that any of them knew of.
+A snapshot is a set of copies, one of every rank of the round that wrote it, all of the same step. The copy of a rank
+is on its own host, or partly on the next host. Together the copies must hold every piece that any of them lists.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from echelon.distributed.collectives import json_to_tensor, tensor_to_json
 from echelon.engine.checkpointing import merged_facts
 
 Copy = dict[str, Any]
-#: A set as rank 0 tells it: {"step", "world", "hosts", "facts", "tensors": {name: [dtype, shape, chunks]}}
+#: A set as rank 0 broadcasts it: {"step", "world", "hosts", "facts", "tensors": {name: [dtype, shape, chunks]}}
 Told = dict[str, Any]
 
 
 def newest(
     where: SnapshotHosts, at_least: int, group: dist.ProcessGroup | None, rank: int, skipped: int = 0
 ) -> MemorySnapshot | None:
-    """The newest set, unless it is of a step before ``at_least``. All ranks ask together; rank 0 looks.
+    """Return the newest set, or None if it is of a step before ``at_least``. All ranks call it; rank 0 searches.
 
-    skipped: as many newer ones are passed over
+    skipped: number of newer sets to skip
     """
     found = _search(where, at_least, skipped) if rank == 0 else None
     with waiting("search for copies in memory", "", group):
@@ -46,11 +46,11 @@ def newest(
 
 
 class MemorySnapshot(Stored):
-    """A set of copies. Every rank reads what it needs from the host that has it."""
+    """A set of copies. Every rank reads the pieces it needs from the host that has them."""
 
     def __init__(self, told: Told, where: SnapshotHosts) -> None:
         self.path = Path("memory")
-        self.hosts = int(told["hosts"])  #: on how many hosts the ranks were that wrote it
+        self.hosts = int(told["hosts"])  #: number of hosts of the ranks that wrote it
         self._where = where
         tensors = {name: _entry(name, *entry) for name, entry in told["tensors"].items()}
         self._index = CheckpointIndex(int(told["step"]), int(told["world"]), {}, tensors, told["facts"])
@@ -87,7 +87,7 @@ def _fetch(line: SnapshotClient, chunk: Chunk) -> torch.Tensor:
 
 
 def _search(where: SnapshotHosts, at_least: int, skipped: int) -> Told | None:
-    """The newest set but ``skipped`` that is complete. A host that does not answer has nothing."""
+    """Return the newest complete set after skipping ``skipped``. A host that does not answer counts as empty."""
     sets: dict[tuple[int, int, int, int], dict[int, Copy]] = {}
     with contextlib.ExitStack() as stack:
         lines: dict[int, SnapshotClient] = {}
@@ -98,9 +98,9 @@ def _search(where: SnapshotHosts, at_least: int, skipped: int) -> Told | None:
                 for copy in (copy for copy in found if copy["engine"] == where.engine):
                     key = copy["round"], copy["seq"], copy["step"], copy["world"]
                     ranks = sets.setdefault(key, {})
-                    if copy["bytes"] >= ranks.get(copy["rank"], {"bytes": 0})["bytes"]:  # its own, not the neighbour's
+                    if copy["bytes"] >= ranks.get(copy["rank"], {"bytes": 0})["bytes"]:  # prefer its own host's
                         ranks[copy["rank"]] = {**copy, "host": host}
-        for key in sorted(sets, reverse=True):  # a later round went on from an earlier one, whatever its steps
+        for key in sorted(sets, reverse=True):  # the round counts first: a later one resumed from an earlier one
             ranks, (_, _, step, world) = sets[key], key
             if step < at_least or set(ranks) != set(range(world)):
                 continue
@@ -113,7 +113,7 @@ def _search(where: SnapshotHosts, at_least: int, skipped: int) -> Told | None:
 
 
 def _described(step: int, copies: list[Copy], lines: dict[int, SnapshotClient]) -> Told | None:
-    """What the copies hold together; ``None`` when anything is missing."""
+    """Return the merged description of the copies; ``None`` if a piece is missing."""
     tensors: dict[str, list[Any]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     held: set[tuple[str, tuple[int, ...]]] = set()
@@ -150,7 +150,7 @@ def _chunk(name: str, dtype: torch.dtype, file: str, offsets: list[int], sizes: 
 
 
 def _tell(message: Told | None, group: dist.ProcessGroup | None) -> Told | None:
-    """Rank 0's message on every rank."""
+    """Broadcast the message of rank 0 and return it."""
     if group is None:
         return message
     data = json_to_tensor(message)

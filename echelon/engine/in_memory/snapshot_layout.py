@@ -1,4 +1,4 @@
-"""``SnapshotLayout``: what one rank copies after a step, and where in a slot each piece of it goes."""
+"""``SnapshotLayout``: the pieces that one rank copies after a step, and their positions in a slot."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from echelon.engine.in_memory.state_sources import StateSources
 
 
 class SnapshotLayout:
-    """This rank's share of the state.
+    """The pieces of the state that this rank copies.
 
-    sent:    bytes at the beginning of a slot that only this host has
-    nbytes:  of all its tensors together
+    sent:   bytes at the beginning of a slot that only this host has; they are also sent to the next host
+    nbytes: bytes of all pieces
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SnapshotLayout:
         ]
         self.placed = [*first, *rest]
         self.table = [*self.placed, *others]
-        #: of those that are sent, all others being elsewhere
+        #: table of the copy on the next host; pieces that are not sent are marked ELSEWHERE
         self.sent_table = [*first, *(PlacedPiece(piece, ELSEWHERE) for piece, _ in rest), *others]
         self.views = [view for _, view, _ in copied]
         self._fresh = {piece.name: at for at, (piece, _, _) in enumerate(copied) if piece.name.startswith("rng.")}
@@ -64,17 +64,17 @@ class SnapshotLayout:
         ]  # fmt: skip
 
     def refresh(self, random: Mapping[str, Tensor]) -> None:
-        """Random streams are given anew each time."""
+        """Replace the tensors of the RNG state, which are new in every step."""
         for name, value in random.items():
             self.views[self._fresh[name]] = value
 
     def inside(self, bank: SnapshotBuffer) -> list[list[Tensor]]:
-        """Where the pieces go, as tensors in the memory of the bank: one list a slot."""
+        """Return the target tensors in the memory of the buffer; the result has one list per slot."""
         whole = torch.frombuffer(bank.memory, dtype=torch.uint8)
         return [[_view(whole, bank.data(slot), each) for each in self.placed] for slot in (0, 1)]
 
     def steady(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Which pieces nobody changes before the next update, and which the next forward pass may change already."""
+        """Return indices of pieces that only an update changes, and of pieces that the next forward pass may change."""
         steady = set(self._steady)
         return self._steady, [at for at in range(len(self.views)) if at not in steady]
 

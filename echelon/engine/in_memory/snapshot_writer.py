@@ -1,4 +1,4 @@
-"""``SnapshotWriter``: copies a rank's share of the state into the memory of its host's launcher after a step."""
+"""``SnapshotWriter``: copies a rank's share of the state into the memory of its host's launcher after steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from echelon.engine.in_memory.snapshot_layout import SnapshotLayout
 if TYPE_CHECKING:
     from echelon.engine.checkpointing import CheckpointManager
 
-_ROOM = 64 << 10  # for facts, beside twice what they take now
+_ROOM = 64 << 10  # bytes for facts, in addition to twice their present size
 
 
 @dataclass(frozen=True)
 class SnapshotTarget:
-    """A bank in another process that gets the first ``count`` bytes of every copy."""
+    """A snapshot buffer in another process that receives the first ``count`` bytes of every copy."""
 
     line: snapshot_wire.SnapshotClient
     number: int
@@ -43,7 +43,7 @@ class SnapshotTarget:
 
 @dataclass
 class PendingSnapshot:
-    """A copy whose tensors are, or will be, in their slot."""
+    """A copy whose tensors are in their slot or are still being copied there."""
 
     bank: SnapshotBuffer
     targets: list[SnapshotTarget]
@@ -53,7 +53,10 @@ class PendingSnapshot:
     text: bytes = b""
 
     def seal(self) -> int:
-        """Returns how long the facts are."""
+        """Write the facts, mark the slot as complete, and return the length of the facts in bytes.
+
+        Raises ``SnapshotRefusedError`` if the facts do not fit.
+        """
         self.text = self.text or _encoded(self.facts)
         if len(self.text) > self.bank.room:
             raise SnapshotRefusedError(
@@ -74,7 +77,11 @@ class PendingSnapshot:
 
 
 class SnapshotWriter:
-    """``statistics``: whether replicas have batch-norm statistics of their own. ``new_group``: for votes."""
+    """Writes the in-memory snapshots of one rank.
+
+    new_group:  creates the process group on which ranks vote whether all copies succeeded
+    statistics: returns True if each replica has its own batch-norm statistics
+    """
 
     def __init__(
         self,
@@ -93,12 +100,15 @@ class SnapshotWriter:
         self._form: SnapshotLayout | None = None
         self._bank: SnapshotBuffer | None = None
         self._targets: list[SnapshotTarget] = []
-        self._unsettled: list[tuple[int, int]] = []  # new banks: host, number
-        self._facts_length = 0  # of the last copy from a GPU
+        self._unsettled: list[tuple[int, int]] = []  # new buffers: host, number
+        self._facts_length = 0  # bytes of the facts of the last copy from a GPU
         self._transfer = DeviceCopy(world.device)
 
     def after(self, step: int, at_once: bool = False) -> None:
-        """Called after each update, on all ranks. ``at_once``: whatever the interval is."""
+        """Take a snapshot if one is due; called after each update, on all ranks.
+
+        at_once: True to ignore the interval
+        """
         if self._stopped or step == self._step or not (at_once or step % self._where.every == 0):
             return
         if not self._keeper.together:
@@ -116,10 +126,10 @@ class SnapshotWriter:
                 return
         except TROUBLE as error:
             self._courier.failure = str(error) or type(error).__name__
-        self._courier.hand(lambda: None)  # the others hear of it in the vote
+        self._courier.hand(lambda: None)  # the vote informs the other ranks
 
     def hold(self) -> None:
-        """Before an update: the device must have read what it is going to change."""
+        """Make the next update wait until the device has read the tensors that the update changes."""
         self._transfer.hold()
 
     def close(self) -> None:
@@ -134,7 +144,7 @@ class SnapshotWriter:
             self._bank = None
 
     def _begin(self) -> Replicator:
-        """The first copy, on all ranks together: who holds what is found out, and said how much memory it takes."""
+        """Start snapshots on all ranks together: find the holders of each piece and log the memory needed."""
         alone = self._world.size == 1
         tensors, _ = self._keeper.own_tensors()
         self._holders = PieceHolders(tensors, self._world.rank, self._world.control)
@@ -151,7 +161,10 @@ class SnapshotWriter:
         return courier
 
     def _amount(self, everyone: list[list[int]]) -> str:
-        """``everyone``: bytes that each rank copies, and those of them that it sends to the next host."""
+        """Return a log line on the memory needed on this host.
+
+        everyone: for each rank, bytes that it copies, and bytes that it sends to the next host
+        """
         here, before = self._where.here, (self._where.here - 1) % len(self._where.hosts)
         hosts = [self._where.host_of(rank) for rank in range(self._world.size)]
         own = sum(copied for host, (copied, _) in zip(hosts, everyone, strict=True) if host == here)
@@ -160,7 +173,7 @@ class SnapshotWriter:
         return f"copies in memory: {size_text(2 * (own + kept))} on this host after {every}"
 
     def _look(self) -> None:
-        """Find the tensors; where names or sizes are others than before, open banks for them."""
+        """Find the tensors; open new buffers if names or sizes have changed."""
         keeper = self._keeper
         tensors, _ = keeper.own_tensors()
         tensors |= keeper.own_state()
@@ -173,7 +186,7 @@ class SnapshotWriter:
             self._open(form, len(_encoded(self._facts())))
 
     def _facts(self) -> dict[str, Any]:
-        """All ranks know the same of what is shared, so rank 0 alone writes it down."""
+        """Return the facts of this rank; rank 0 adds the shared facts, which are equal on all ranks."""
         mine, shared = self._keeper.own_facts(self._sources.optimizers())
         known: dict[str, Any] = {"mine": mine}
         if self._world.rank == 0:
@@ -185,7 +198,7 @@ class SnapshotWriter:
         self._targets, self._unsettled, self._bank = [], [], None
         here, opened = self._opened(self._where.here, form.table, room, form.nbytes)
         self._bank = _mapped(self._where.pid, int(opened["fd"]), room, form.nbytes)
-        if self._bank is None:  # the launcher's memory cannot be written to from here, so it is sent there
+        if self._bank is None:  # this process cannot map the launcher's memory, so it sends the data
             self._bank = SnapshotBuffer.make(room, form.nbytes)
             self._targets.append(SnapshotTarget(here, int(opened["bank"]), form.nbytes))
         if (neighbour := self._where.neighbour) is not None:
@@ -209,19 +222,19 @@ class SnapshotWriter:
         return line, opened
 
     def _settle(self) -> None:
-        """All ranks have a whole copy in their newest banks: older ones are not needed any more."""
+        """Drop older buffers, because all ranks have a complete copy in their newest ones."""
         for host, number in self._unsettled if self._seq else ():
             self._lines[host].ask("settle", bank=number)
         self._unsettled = [] if self._seq else self._unsettled
 
     def _copy(self, step: int) -> Callable[[], None]:
-        """Fill the next slot. What is returned completes the copy, in the background."""
+        """Fill the next slot and return a function that completes the copy in the background."""
         if not self._sources.unchanged() and self._seq:
             self._look()
         form, facts = self._form, self._facts()
         assert form is not None
         assert self._bank is not None
-        text = _encoded(facts) if self._transfer.at_once else b""  # a GPU has not computed all of them yet
+        text = _encoded(facts) if self._transfer.at_once else b""  # a GPU may still compute some facts
         if (length := len(text) or self._facts_length + 1024) > self._bank.room:
             self._open(form, length)
         form.refresh(self._keeper.random_tensors())
@@ -241,7 +254,7 @@ class SnapshotWriter:
         copy.send()
 
     def _stop(self, failing: list[int], failure: str | None) -> None:
-        """Training goes on without copies. The last whole ones stay where they are."""
+        """Stop taking snapshots and log why. Training continues, and the last complete snapshots stay."""
         self._stopped = True
         if failure is not None and self._world.rank != 0:
             print(f"echelon: rank {self._world.rank} keeps no more copies: {failure}", file=sys.stderr, flush=True)
@@ -254,7 +267,7 @@ def _encoded(facts: dict[str, Any]) -> bytes:
 
 
 def _mapped(pid: int, number: int, room: int, nbytes: int) -> SnapshotBuffer | None:
-    """The launcher's memory file, if this process may open it and it is the one that is meant."""
+    """Map the launcher's memory file; return None if this process cannot open it or it is not the expected file."""
     path = f"/proc/{pid}/fd/{number}"
     with contextlib.suppress(OSError):
         if not os.readlink(path).startswith("/memfd:echelon-copies"):

@@ -1,5 +1,7 @@
-"""Where the tensors of a rank's training state lie. Walking a model and its optimizers takes a millisecond or more, so
-it is done once, and then only looked whether everything still is where it was."""
+"""``StateSources``: the locations of the tensors of a rank's training state.
+
+Walking a model and its optimizers takes 1 ms or more. It is done once; later steps only check that nothing has moved.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 
 
 class StateSources:
-    """``changing``: a strategy keeps tensors of its own, of which nothing is known here.
-    ``average``: the run's moving average of weights, which may begin at any time; its tensors stay where they are.
+    """The tensors of a rank's training state, with a cheap check that they have not been replaced.
+
+    changing: True if a strategy has tensors of its own, which are not tracked here; default False
+    average:  returns the run's moving average of weights, which may start at any time; its tensors do not move
     """
 
     def __init__(
@@ -44,7 +48,10 @@ class StateSources:
         self._values = [(key, name, s, field) for key, name, s in found for field in s if not _is_tensor(s[field])]
 
     def unchanged(self) -> bool:
-        """Plain loops: with 160 parameters they take half the time that generators do, and this is asked every step."""
+        """Return True if all tensors are still where they were.
+
+        This runs every step. Plain loops take half the time of generators with 160 parameters.
+        """
         if self._changing or self._average() is not self._averages or not self._same_states():
             return False
         for parameter, at in self._parameters:
@@ -69,7 +76,7 @@ class StateSources:
         return all(len(state) == size for state, size in self._sizes)
 
     def parameter_of(self, name: str) -> str | None:
-        """Of a tensor ``optimizer.<optimizer>.<parameter>.<field>`` or ``ema.<parameter>``, the parameter."""
+        """Return the parameter in a name ``optimizer.<optimizer>.<parameter>.<field>`` or ``ema.<parameter>``."""
         if name.startswith("ema."):
             return name.removeprefix("ema.")
         for key in self._optimizers:
@@ -81,7 +88,7 @@ class StateSources:
         return name in self._holdings.parameters
 
     def optimizers(self) -> dict[str, Any]:
-        """What ``state.optimizer_state`` gives beside tensors."""
+        """Return the facts that ``training_state.optimizer_state`` returns besides tensors."""
         facts: dict[str, Any] = {
             key: {"groups": optimizer_groups(self._holdings, key, optimizer), "values": {}}
             for key, optimizer in self._optimizers.items()

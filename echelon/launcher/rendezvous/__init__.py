@@ -1,1 +1,1 @@
-"""Rendezvous of launchers: who takes part, in which order, and how each round ends."""
+"""Rendezvous of launchers: which hosts take part, in which order, and how each round ends."""

@@ -1,4 +1,4 @@
-"""The roll call: the launcher that serves the store says who takes part in a round, and when it is complete."""
+"""``RoundCoordinator``: decides, on the host that serves the store, which hosts take part in a round."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from echelon.launcher.rendezvous.messages import (
 )
 from echelon.launcher.rendezvous.store_client import BEAT, POLL, StoreClient
 
-#: A host that has not been heard of for so many seconds is not counted on. It may still come back.
+#: Seconds without a heartbeat after which a host is not waited for. It may still come back.
 SUSPECT = 10 * BEAT
 #: Seconds that a host of the last round may need beyond --grace to end its ranks.
 ENDING = 15.0
 
 
 class HeartbeatMonitor:
-    """Since when each host has not been heard of, by its beats in the store."""
+    """Measures the time since each host's last heartbeat in the store."""
 
     def __init__(self, line: StoreClient) -> None:
         self._line = line
         self._heard: dict[str, tuple[int, float]] = {}
 
     def silence(self, token: str) -> float:
-        """Seconds since its beat was seen to change."""
+        """Return the seconds since the host's heartbeat counter changed."""
         beats, now = self._line.add(f"beat/{token}", 0), time.monotonic()
         if self._heard.get(token, (-1, 0.0))[0] != beats:
             self._heard[token] = beats, now
@@ -52,7 +52,7 @@ class RoundCoordinator:
         self._running = False
 
     def call(self, round_: int, last: Sequence[RendezvousHost]) -> RoundMembers:
-        """Wait until the round is complete. Those of the ``last`` one are waited for as long as they may live."""
+        """Wait until the round is complete. Hosts of the ``last`` round are waited for while they may be alive."""
         self._running = bool(last)
         notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
         began, most_here = time.monotonic(), 0
@@ -75,7 +75,7 @@ class RoundCoordinator:
             time.sleep(POLL)
 
     def arrivals(self, round_: int, without: Collection[str] = ()) -> list[JoinRequest]:
-        """Who is ready for this round and alive, in the order in which they came to the store."""
+        """Return the hosts that are ready for this round and alive, in the order in which they came to the store."""
         found = []
         for token in self.known():
             text = None if token in without else self._line.find(f"ready/{token}")
@@ -84,7 +84,7 @@ class RoundCoordinator:
         return [one for one in found if self.pulse.silence(one.host.token) < SUSPECT and self._fits(one.host)]
 
     def joiners(self, round_: int, members: Sequence[RendezvousHost]) -> list[RendezvousHost]:
-        """Who waits to join while a round runs; nobody before the last call for others that come with them."""
+        """Return the hosts that wait to join a running round; none before ``last_call`` seconds without another."""
         if (room := self._terms.most - len(members)) <= 0:
             return []
         waiting = [one.host for one in self.arrivals(round_, {host.token for host in members})]
@@ -95,23 +95,23 @@ class RoundCoordinator:
         return waiting[:room] if called_last else []
 
     def known(self) -> list[str]:
-        """Everybody who ever came to this store and has not left it."""
+        """Return the tokens of all hosts that have come to this store and have not left it."""
         count = self._line.add("lobby", 0)
         while len(self._tokens) < count:
             token = self._line.find(f"lobby/{len(self._tokens)}")
-            if token is None:  # it has its number, and says its name in a moment
+            if token is None:  # the host has its number, and sets its token in a moment
                 break
             self._tokens.append(token.decode())
         return [token for token in self._tokens if not self._line.check(f"gone/{token}")]
 
     def _awaited(self, here: Sequence[JoinRequest], last: Sequence[RendezvousHost], began: float) -> bool:
-        """Whether somebody who lives has not come yet: of the last round, or who waited to join meanwhile."""
+        """Return True if a living host has not arrived yet: one of the last round, or one that waited to join."""
         came, known = {arrival.host.token for arrival in here}, self.known()
         waited = time.monotonic() - began
         if waited < self._terms.grace + ENDING:
             for host in last:
                 gone = host.token in came or self._line.check(f"gone/{host.token}")
-                # One that has not found this store yet may still be ending its ranks of before
+                # A host that has not found this store yet may still be ending its ranks of the last round
                 patience = SUSPECT if host.token in known else self._terms.host_timeout
                 if not gone and self.pulse.silence(host.token) < patience:
                     return True
@@ -119,7 +119,7 @@ class RoundCoordinator:
         return waited < SUSPECT and any(self.pulse.silence(token) < SUSPECT for token in others)
 
     def _fits(self, host: RendezvousHost) -> bool:
-        """A host with another --nnodes that comes to a running job is refused, and does not end it."""
+        """Return False, and refuse the host, if it comes with another --nnodes to a running job."""
         if host.hosts == self._terms.nnodes or not self._running:
             return True
         self._line.set(
@@ -141,7 +141,7 @@ class RoundCoordinator:
         return RoundMembers(tuple(order), number, restarts)
 
     def _lacking(self, here: Sequence[RendezvousHost]) -> str:
-        """Return which hosts have not come, for a launcher that waits; '' when enough are here."""
+        """Return text about the missing hosts, for a launcher that waits; '' if enough are here."""
         terms, names = self._terms, ", ".join(host.name for host in here)
         if len(here) >= terms.least:
             return ""
@@ -162,10 +162,10 @@ class RoundCoordinator:
 
 
 def _seated(arrival: JoinRequest) -> RendezvousHost:
-    """Who was in the last round keeps its place there."""
+    """Return the host with the node rank of its place in the last round, if it had one."""
     return arrival.host if arrival.place is None else replace(arrival.host, node_rank=arrival.place)
 
 
 def as_refusal(error: Exception) -> RoundMembers:
-    """What the others find in place of a line-up."""
+    """Return the message that other hosts read in place of the members of a round."""
     return RoundMembers(refusal=str(error), mistake=isinstance(error, UsageError))

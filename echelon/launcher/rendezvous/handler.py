@@ -1,11 +1,11 @@
-"""Where the launchers of all hosts meet: who is there, in which order, and how each attempt ended.
+"""``LauncherRendezvous``: the rendezvous of the launchers of all hosts, their order, and the outcome of each round.
 
-It takes the place of torch's DynamicRendezvousHandler, which unpickles its state from a store that anybody who
-reaches the port may write to, orders hosts by address, and cannot say who is missing. This one keeps JSON in the
-store and honours --node-rank. On one host the store is a table in our own memory.
+It replaces torch's DynamicRendezvousHandler, which unpickles its state from a store to which anything that reaches the
+port may write, orders hosts by address, and cannot say which hosts are missing. This one keeps JSON in the store and
+honors --node-rank. On one host the store is a table in this process's memory.
 
-For every attempt ("round") the launcher that serves the store calls the roll (roll.py), and the first host serves a
-fresh store to the ranks. torch's own agent keeps one store over restarts, and its stale keys are what makes a
+For every attempt ("round") the launcher that serves the store coordinates the round (coordinator.py), and the first
+host serves a new store to the ranks. torch's own agent keeps one store over restarts, and its stale keys make a
 restarted Gloo group hang.
 """
 
@@ -35,13 +35,13 @@ from echelon.launcher.rendezvous.messages import (
 from echelon.launcher.rendezvous.participant import RendezvousParticipant
 from echelon.launcher.rendezvous.store_client import BEAT, POLL, RoundStore, StoreClient, StoreGone
 
-#: A host that gives no sign of life for so long when a rank has just lost a peer is what it lost.
+#: Seconds without a heartbeat after which a host is taken to be the peer that a rank has just lost.
 LOST_AFTER = 6 * BEAT
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class RoundEnded(Exception):
-    """A round was over before its ranks could start."""
+    """A round ended before its ranks could start."""
 
     def __init__(self, verdict: RoundOutcome) -> None:
         super().__init__(verdict.failure.line)
@@ -54,7 +54,7 @@ class LauncherRendezvous(RendezvousHandler):
         self._rank_store: TCPStore | None = None
         self._rank_store_at = ("", 0)
 
-    # What torch's agent asks of a rendezvous
+    # The interface of torch's RendezvousHandler
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until the next round is complete, and open the ranks' store at its first host."""
@@ -83,7 +83,7 @@ class LauncherRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         return True
 
-    # What our agent asks during a round
+    # Methods for HostAgent during a round
 
     @property
     def lineup(self) -> RoundMembers:
@@ -101,7 +101,7 @@ class LauncherRendezvous(RendezvousHandler):
 
     @property
     def is_first(self) -> bool:
-        """Whether we have the first place of the round; nobody has one before there was a round."""
+        """True if this host is the first of the round; False before there was a round."""
         return self.lineup.place_of(self._attendance.token) == 0
 
     @property
@@ -113,7 +113,7 @@ class LauncherRendezvous(RendezvousHandler):
         return Round(self.lineup.number, self.node_rank, self.hosts, board, self._rank_store_at, log_dir)
 
     def settle(self, failure: Failure, cause: Cause = "failed", gone: str = "") -> RoundOutcome:
-        """End this round because of ``failure``. The first host to say so is the one all believe."""
+        """End this round because of ``failure``. The outcome of the first host that calls it holds for all."""
         if gone:
             self._line.set(f"gone/{gone}", "1")
         counted = cause in ("failed", "stuck") or (cause == "lost" and not self._terms.elastic)
@@ -121,7 +121,7 @@ class LauncherRendezvous(RendezvousHandler):
         return RoundOutcome.from_json(self._line.compare_set(self._key("verdict"), "", proposal.to_json()))
 
     def leave_rendezvous(self, failure: Failure) -> RoundOutcome:
-        """This host leaves by its own will; an elastic job goes on when enough others are there."""
+        """Leave the job voluntarily; an elastic job continues if enough other hosts remain."""
         return self.settle(failure, "leaving", self._attendance.token)
 
     def verdict(self) -> RoundOutcome | None:
@@ -129,19 +129,19 @@ class LauncherRendezvous(RendezvousHandler):
         return None if text is None else RoundOutcome.from_json(text)
 
     def accept(self, verdict: RoundOutcome) -> None:
-        """The round is over by this verdict, and we go again."""
+        """Accept the outcome of the round, and take part in the next one."""
         self._attendance.accept(verdict)
 
     def depart(self, last_word: str, goes_on: bool) -> None:
         self._attendance.depart(last_word, goes_on)
 
     def ended(self) -> None:
-        """The ranks of this host are gone."""
+        """Announce that the ranks of this host have ended."""
         if self.hosts:
             self._line.set(self._key(f"ended/{self.node_rank}"), "1")
 
     def wait_for_other_hosts(self, seconds: float) -> None:
-        """Where the store of the ranks is ours: keep it until those of the other hosts have saved and ended."""
+        """Keep the ranks' store, if this host serves it, until the ranks of the other hosts have saved and ended."""
         pulse, deadline = HeartbeatMonitor(self._line), time.monotonic() + seconds
         awaited = list(enumerate(self.hosts)) if self._rank_store is not None else []
         while awaited and time.monotonic() < deadline:
@@ -153,14 +153,14 @@ class LauncherRendezvous(RendezvousHandler):
             time.sleep(POLL / 2)
 
     def finish(self) -> None:
-        """All ranks of this host are done."""
+        """Announce that all ranks of this host are done."""
         self._line.set(self._key(f"done/{self.node_rank}"), "1")
 
     def all_finished(self) -> bool:
         return self._line.check(*(self._key(f"done/{place}") for place in range(len(self.hosts))))
 
     def changed_hosts(self) -> RoundOutcome | None:
-        """On the host that calls the roll: the end of this round because a host was lost, or has come."""
+        """Return the outcome of a round that a lost or new host ends; None on hosts other than the coordinator."""
         if self._attendance.roll is None:
             return None
         others = [host for host in self.hosts if host.token != self._attendance.token]
@@ -172,11 +172,11 @@ class LauncherRendezvous(RendezvousHandler):
         return None
 
     def find_lost(self) -> RoundOutcome | None:
-        """A rank lost a peer: was it a whole host? Watch the beats of all for a moment, and what others say."""
+        """Find out if a rank's lost peer means a lost host: watch all heartbeats and the outcome for a moment."""
         roll, deadline = self._attendance.roll, time.monotonic() + LOST_AFTER
         pulse = (
             roll.pulse if roll else HeartbeatMonitor(self._line)
-        )  # who calls the roll has been listening all the time
+        )  # the coordinator has been watching heartbeats all the time
         unheard = [host for host in self.hosts if host.token != self._attendance.token]
         for host in unheard:
             pulse.silence(host.token)
@@ -194,7 +194,7 @@ class LauncherRendezvous(RendezvousHandler):
         return self.settle(failure, "lost", host.token)
 
     def recover_lost_store(self, gone: StoreGone) -> RoundOutcome:
-        """The store is gone: the verdict, when there is another place to meet; else raises."""
+        """Return the outcome after the store was lost, if there is another endpoint to meet at; else raise."""
         elastic = self._terms.elastic
         if not self._attendance.stand_ins or not (elastic or self._attendance.restarts < self._terms.max_restarts):
             raise gone
@@ -204,7 +204,7 @@ class LauncherRendezvous(RendezvousHandler):
         return RoundOutcome(host_failure(names[0], how, 1), True, "lost", not elastic)
 
     def _open_rank_store(self) -> tuple[str, int]:
-        """Where the ranks of this host reach the store that the first host serves to all ranks."""
+        """Return the endpoint at which ranks of this host reach the store that the first host serves to all ranks."""
         key, first = self._key("rank-store"), self.hosts[0]
         secret = find_token() if self._terms.most > 1 else None
         if self.node_rank == 0:
@@ -226,7 +226,7 @@ class LauncherRendezvous(RendezvousHandler):
 
     def _may_go_again(self, failure: Failure, cause: Cause, counted: bool) -> bool:
         if cause == "left" or (cause == "failed" and failure.explained and not failure.secondary):
-            return False  # what is explained in one line would come again
+            return False  # a failure that one line explains would recur
         if cause == "leaving":
             served = self._attendance.roll is None or self._attendance.stand_ins > 0
             return self._terms.elastic and served and len(self.hosts) > self._terms.least

@@ -1,4 +1,4 @@
-"""What was asked for about hosts: how many, which of them this is, and where they meet."""
+"""Parses the options about hosts: their number, the index of this host, and the rendezvous endpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.base.job_secret import find_token
 
 
 def host_counts(asked: int | str | None) -> tuple[int, int, str | None]:
-    """The fewest hosts, the most, and what was typed when these are not the same by its form: ``2:8``."""
+    """Return the minimum and maximum number of hosts, and the text of a range such as ``2:8``, else None."""
     text = str(_node_count(os.environ) if asked is None else asked)
     if not re.fullmatch(r"-?\d+|\d+:\d+", text):
         raise UsageError(f"--nnodes '{text}' is neither a number of hosts (4) nor a range (2:8)")
@@ -25,7 +25,7 @@ def host_counts(asked: int | str | None) -> tuple[int, int, str | None]:
 
 
 def _node_count(env: Mapping[str, str]) -> int:
-    if LOG_DIR in env:  # inside a rank these names tell of the surrounding job
+    if LOG_DIR in env:  # inside a rank these variables describe the enclosing job
         return 1
     for name in PADDLE_HOSTS:
         if text := env.get(name, ""):

@@ -1,4 +1,4 @@
-"""What launchers tell one another at the muster, as JSON: who they are, who takes part in a round, how it ended."""
+"""JSON messages between launchers at the rendezvous: hosts, members of a round, and its outcome."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 from echelon.base.errors import PeerLost, UsageError
 from echelon.launcher.failure import Failure
 
-#: Why a round ends: a rank failed, or seems stuck; a host was lost, came, or takes leave; all ranks have left.
+#: Causes of the end of a round: a rank failed, or stalled; a host was lost, joined, or leaves; all ranks have left.
 Cause = Literal["failed", "stuck", "lost", "joined", "leaving", "left"]
 
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """What was agreed for the job before anybody came."""
+    """The settings of the rendezvous, the same on all hosts."""
 
     least: int
     most: int
@@ -31,25 +31,25 @@ class RendezvousConfig:
 
     @property
     def nnodes(self) -> str:
-        """As typed."""
+        """The value of --nnodes."""
         return f"{self.least}:{self.most}" if self.elastic else str(self.most)
 
 
 @dataclass(frozen=True)
 class RendezvousHost:
-    """A launcher's card, laid on the table when it comes to the muster."""
+    """A launcher's description of itself, which it writes to the store when it joins."""
 
     token: str
     name: str
     address: str
-    #: ``host:port`` for each of its ranks
+    #: ``host:port`` of each of its ranks
     endpoints: tuple[str, ...]
     #: its --nnodes
     hosts: str
     node_rank: int | None
-    #: whether it serves the store of the muster
+    #: True if it serves the store of the rendezvous
     serves: bool
-    #: what its companions tell those of the other hosts
+    #: values that its plugins give to those of the other hosts
     extras: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -68,7 +68,7 @@ class RendezvousHost:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A host is ready for this round; ``place``, ``number`` and ``restarts`` are what it knows of the last one."""
+    """A host is ready for this round; ``place``, ``number`` and ``restarts`` are those of its last round."""
 
     round: int
     host: RendezvousHost
@@ -92,21 +92,21 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class RoundMembers:
-    """Who takes part in a round, in order; or why there is none."""
+    """The hosts of a round, in order; or the reason why there is none."""
 
     hosts: tuple[RendezvousHost, ...] = ()
-    #: rounds of the whole job before this one, and how many of them count as restarts
+    #: rounds of the whole job before this one, and the number of them that count as restarts
     number: int = 0
     restarts: int = 0
     refusal: str = ""
-    #: the refusal is a user's mistake
+    #: True if the refusal is due to a mistake of the user
     mistake: bool = False
 
     def place_of(self, token: str) -> int | None:
         return next((place for place, host in enumerate(self.hosts) if host.token == token), None)
 
     def news(self, before: RoundMembers, name: str, failure: Failure | None) -> str:
-        """In one line who has gone and who has come since the round before; '' when nobody. ``name`` is ourselves."""
+        """Return a line about hosts lost and joined since the last round, or ''. ``name`` is this host's."""
         old, new = ({host.token: host.name for host in lineup.hosts} for lineup in (before, self))
         gone = [name for token, name in old.items() if token not in new]
         come = [name for token, name in new.items() if token not in old]
@@ -115,7 +115,7 @@ class RoundMembers:
         said = [f"host {name} was lost" for name in gone]
         if failure is not None and failure.rank < 0 and failure.host in gone:
             said[gone.index(failure.host)] = failure.line
-        said += [f"host {name} joined" for name in (come if old else [name])]  # to us who came, all are new
+        said += [f"host {name} joined" for name in (come if old else [name])]  # for a host that joined, all are new
         hosts, ranks = len(new), sum(len(host.endpoints) for host in self.hosts)
         return f"{', '.join(said)}: going on with {hosts} host{'s'[: hosts > 1]} ({ranks} rank{'s'[: ranks > 1]})"
 
@@ -135,7 +135,7 @@ class RoundMembers:
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """How a round ended: whom to blame, whether all go again, and whether that counts as a restart."""
+    """The outcome of a round: the failure, whether all hosts start again, and whether that counts as a restart."""
 
     failure: Failure
     again: bool
@@ -144,7 +144,7 @@ class RoundOutcome:
 
     @property
     def soft(self) -> bool:
-        """Nothing is broken: ranks that can save and leave are given the time."""
+        """True if nothing failed: ranks that can save and exit get the time for it."""
         return self.cause in ("joined", "leaving", "left")
 
     def to_json(self) -> str:
@@ -171,7 +171,7 @@ def stranger() -> PeerLost:
 
 
 def order_hosts(cards: Sequence[RendezvousHost]) -> list[RendezvousHost]:
-    """The hosts in order: --node-rank where given; else the serving host first, then by address and arrival."""
+    """Order the hosts: by --node-rank if given; else the serving host first, then by address and arrival."""
     places: dict[int, RendezvousHost] = {}
     for card in cards:
         if card.node_rank is not None:
@@ -188,7 +188,7 @@ def order_hosts(cards: Sequence[RendezvousHost]) -> list[RendezvousHost]:
 
 
 def check_same_nnodes(cards: Sequence[RendezvousHost]) -> None:
-    """Every host must have been given the same --nnodes."""
+    """Raise ``UsageError`` unless every host was given the same --nnodes."""
     for card in cards:
         if card.hosts != cards[0].hosts:
             names = f"{cards[0].name} says --nnodes {cards[0].hosts}, {card.name} says --nnodes {card.hosts}"
@@ -196,7 +196,7 @@ def check_same_nnodes(cards: Sequence[RendezvousHost]) -> None:
 
 
 def order_elastic_hosts(arrivals: Sequence[JoinRequest]) -> list[RendezvousHost]:
-    """The hosts of an elastic job in order: those of the last round as they stood, behind them who joined."""
+    """Order the hosts of an elastic job: hosts of the last round in their order, then new ones."""
     far = 1 << 30
 
     def key(arrival: JoinRequest) -> tuple[bool, int, bool, int, str]:

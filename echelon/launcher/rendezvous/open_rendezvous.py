@@ -1,4 +1,4 @@
-"""Opening the muster: in our own memory for one host, at --master for several."""
+"""``open_rendezvous``: opens the store of the rendezvous, in memory for one host, at --master for several."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from echelon.launcher.rendezvous.messages import RendezvousConfig
 from echelon.launcher.rendezvous.participant import RendezvousParticipant, RendezvousStore
 from echelon.launcher.rendezvous.store_client import POLL
 
-#: by port; held open until the process ends
+#: Sockets by port; they stay open until the process ends.
 _signs: dict[int, socket.socket] = {}
 
 
 def own_address(job: Job) -> str:
-    """The address by which the job's other hosts reach this one; loopback when there are none."""
+    """Return the address at which the job's other hosts reach this one; loopback if there are none."""
     if job.master is None or job.one_host:
         return LOOPBACK
     if job.nic is not None and (address := network.address_of(job.nic)):
@@ -40,9 +40,9 @@ def own_address(job: Job) -> str:
 
 
 class WorkersStore:
-    """Where the workers of a job with parameter servers meet if they join torch.distributed.
+    """The store for the workers of a job with parameter servers, if they join torch.distributed.
 
-    Served by the launcher on one host, afresh for every attempt; at --master worker 0 serves it.
+    On one host the launcher serves a new one for every attempt; at --master worker 0 serves it.
     """
 
     def __init__(self, job: Job) -> None:
@@ -51,7 +51,7 @@ class WorkersStore:
         self._store: TCPStore | None = None
 
     def open(self) -> dict[str, str]:
-        """What workers find of it in their environment; nothing where several hosts were given no place to meet."""
+        """Return the store's variables for workers; none if there are several hosts and no --master."""
         if self._elsewhere:
             return {"MASTER_ADDR": self._master[0], "MASTER_PORT": str(self._master[1])} if self._master else {}
         listener = network.listen(LOOPBACK, 0)
@@ -89,7 +89,7 @@ def _at_home() -> RendezvousStore:
 
 
 class MasterEndpoints:
-    """The places of --master: the first time the one where the job is, then the next one each time it is called."""
+    """The endpoints of --master: the first call opens the one that has the job, each further call the next one."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._places = job, job.masters
@@ -103,7 +103,7 @@ class MasterEndpoints:
         return RendezvousStore(store, network.endpoint(*place), serves, len(self._places) - 1)
 
     def _first(self) -> int:
-        """A stand-in that answers has the job; nobody becomes one before there was a job."""
+        """Return the first endpoint, or a later one that answers: hosts serve those only after the job has moved."""
         first, deadline = self._places[0], time.monotonic() + self._job.join_timeout
         if len(self._places) == 1:
             return 0
@@ -120,7 +120,7 @@ class MasterEndpoints:
             time.sleep(POLL)
 
     def _next(self) -> int:
-        """The next place that is our own, or that answers within the time after which a host is lost."""
+        """Return the next endpoint that is local, or that answers within the host timeout."""
         for step in range(1, len(self._places)):
             at = (self._at + step) % len(self._places)
             deadline = time.monotonic() + self._job.host_timeout
@@ -135,7 +135,7 @@ class MasterEndpoints:
         return network.answers(address, port, timeout=1.0)
 
     def _open_store(self, address: str, port: int) -> tuple[Store, bool]:
-        """The store, and whether we serve it: host 0 does, or, where no host has a number, the one at that address."""
+        """Return the store, and True if this process serves it: host 0, or without --node-rank a host there."""
         local, node_rank = network.is_local(address), self._job.node_rank
         where = f"--master {address}:{port}"
         if node_rank == 0 and not local and len(self._places) == 1:
@@ -159,7 +159,7 @@ class MasterEndpoints:
         return store
 
     def _reach(self, address: str, port: int) -> Store:
-        """Wait for the serving host. torch's own wait can be neither bounded nor interrupted: a thread does it."""
+        """Wait for the serving host. A thread connects: torch's own wait is neither bounded nor interruptible."""
         deadline, notice = time.monotonic() + self._job.join_timeout, self._notice()
         while not network.answers(address, port, timeout=1.0):
             if time.monotonic() > deadline:
@@ -194,10 +194,10 @@ class MasterEndpoints:
 
 
 def _hang_out_sign(port: int) -> bool:
-    """Tell other launchers on this host that the port is ours, before it is; False where another one's sign is there.
+    """Reserve the port among launchers on this host before it is bound; return False if another one has reserved it.
 
-    A name without a file, which vanishes with our process. Where there are no such names (only Linux has them) it is
-    always ours, and a second launcher finds the port in use.
+    The reservation is an abstract Unix socket name, which vanishes with the process. Only Linux has these; elsewhere
+    this always returns True, and a second launcher finds the port in use.
     """
     if port in _signs:
         return True
@@ -223,9 +223,9 @@ def _call(address: str, port: int, found: list[Store]) -> None:
 
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[TextIO]:
-    """torch prints pages of C++ frames when it is not answered as expected; the caller says it in one line.
+    """Silence torch's C++ stack frames, which it prints for unexpected answers; the caller reports them in one line.
 
-    Yields the console, for what must be said meanwhile.
+    Yields the console, for messages in the meantime.
     """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

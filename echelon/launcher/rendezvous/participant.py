@@ -1,4 +1,4 @@
-"""A launcher's presence at the muster: coming to its store, arriving for a round, staying in reserve, leaving."""
+"""``RendezvousParticipant``: one launcher that opens the store, joins rounds, waits as a spare, and leaves."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from echelon.launcher.rendezvous.messages import (
 )
 from echelon.launcher.rendezvous.store_client import POLL, StoreClient, StoreGone
 
-#: How long the host that serves the store waits for the others to take leave of it.
+#: Seconds that the host that serves the store waits for the others to leave it.
 FAREWELL = 10.0
 
 
 class SpareHostReleased(Exception):
-    """The job has ended well while this host waited in reserve."""
+    """The job has succeeded while this host waited as a spare."""
 
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """An open store, where it is, and whether we serve it. ``stand_ins``: how many places are left to go to."""
+    """An open store with its endpoint; ``serves``: this process serves it. ``stand_ins``: number of other endpoints."""
 
     store: Store
     where: str
@@ -43,7 +43,11 @@ class RendezvousStore:
 
 
 class RendezvousParticipant:
-    """``meet`` opens the store, the next place of --master each time it is called; ``extras`` go onto our card."""
+    """One launcher at the rendezvous.
+
+    meet:    opens the store; each further call opens it at the next endpoint of --master
+    extras:  returns the values of plugins for ``RendezvousHost.extras``
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class RendezvousParticipant:
     ) -> None:
         self._meet, self._terms, self._extras, self._say = meet, terms, extras, say
         self._card = RendezvousHost("", name, address, (), terms.nnodes, node_rank, False)
-        self._past: tuple[int | None, int, int] = (None, -1, 0)  # our place, and what the line-up knew of itself
+        self._past: tuple[int | None, int, int] = (None, -1, 0)  # place, number and restarts of the last round
         self._told_of_reserve = False
         self._moving = False
         self.lineup = RoundMembers()
@@ -71,11 +75,11 @@ class RendezvousParticipant:
 
     @property
     def restarts(self) -> int:
-        """Of the whole job, as far as we know."""
+        """The restarts of the whole job, as far as this host knows."""
         return self._past[2]
 
     def come(self) -> RoundMembers:
-        """Wait until the next round is complete, and has a place for us."""
+        """Wait until the next round is complete and includes this host."""
         if self._moving:
             self._open()
         elif self._given_up():
@@ -85,18 +89,18 @@ class RendezvousParticipant:
         return self.lineup
 
     def move(self) -> None:
-        """Go to the next place when we come again."""
+        """Use the next endpoint of --master in the next round."""
         self._moving = True
 
     def accept(self, verdict: RoundOutcome) -> None:
-        """The round is over by this verdict, and we go again; elsewhere, when its store is about to go."""
+        """Accept the outcome of the round; if the host that serves the store leaves, use the next endpoint."""
         place, number, restarts = self._past
         self._past = place, number, restarts + verdict.counted
         if verdict.cause == "leaving" and any(self._has_gone(host) for host in self.lineup.hosts if host.serves):
             self._moving = True
 
     def depart(self, line: str = "", goes_on: bool = False) -> None:
-        """Take leave. Who serves the store stays until the others have; they go elsewhere when the job goes on."""
+        """Leave. The serving host waits until the others have left; they use another endpoint if the job goes on."""
         self.line.set(f"gone/{self.token}", "1")
         if self.roll is None:
             return
@@ -118,12 +122,12 @@ class RendezvousParticipant:
         return self.line.check(f"gone/{host.token}")
 
     def _given_up(self) -> bool:
-        """We were frozen, and taken for lost."""
+        """Return True if this host was frozen and is taken for lost."""
         return self.line.check(f"gone/{self.token}")
 
     def _open(self) -> None:
         if self._moving:
-            with contextlib.suppress(StoreGone):  # where it was not the link that broke, somebody waits for us to go
+            with contextlib.suppress(StoreGone):  # if the store still works, the serving host waits for us to leave
                 self.line.set(f"gone/{self.token}", "1")
             self.line.close()
         meeting = self._meet()
@@ -131,14 +135,14 @@ class RendezvousParticipant:
         self.line = StoreClient(meeting.store, meeting.where, self._terms.host_timeout)
         self.roll = RoundCoordinator(self.line, self._terms) if meeting.serves else None
         self._card = dataclasses.replace(self._card, serves=meeting.serves)
-        # Who served the last store is the one that was lost
+        # The host that served the last store is the one that was lost
         self.lineup = dataclasses.replace(
             self.lineup, hosts=tuple(host for host in self.lineup.hosts if not host.serves)
         )
         self._enter()
 
     def _enter(self) -> None:
-        """Be known at this store, by a name that nobody has given up; the old one is kept where it can be."""
+        """Register at this store with a token that has not been given up; the old token is kept if possible."""
         token = self.token
         if not token or self.line.check(f"gone/{token}"):
             token = uuid.uuid4().hex
@@ -169,7 +173,7 @@ class RendezvousParticipant:
         return lineup
 
     def _await_roll(self) -> RoundMembers:
-        """Poll rather than block in the store: a signal must be heeded at once."""
+        """Wait for the members of the next round by polling, because a blocking call would delay signals."""
         deadline, arrived = time.monotonic() + self._terms.join_timeout, self.round
         notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
         while True:

@@ -1,7 +1,7 @@
-"""A launcher's line to the store where launchers meet.
+"""``StoreClient``: a launcher's access to the store of the rendezvous.
 
-A call to torch's store cannot be interrupted, and over a cut link it does not come back: a thread of its own makes the
-calls, while we wait as long as we please and heed signals. The same thread tells the others that we live.
+A call to torch's store cannot be interrupted, and over a broken connection it does not return: so a separate thread
+makes the calls, while the caller waits with a limit and handles signals. The same thread sends heartbeats.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from echelon.base.errors import PeerLost
 
 POLL = 0.1
-#: Seconds between two signs of life.
+#: Seconds between two heartbeats.
 BEAT = 0.5
 
 T = TypeVar("T")
 
 
 class StoreGone(PeerLost, RuntimeError):
-    """The launcher that served the store died, or its link was cut. A RuntimeError as torch's own stores raise."""
+    """The launcher that served the store died, or the connection broke. A RuntimeError, as torch's own stores raise."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class StoreClient:
         threading.Thread(target=self._serve, daemon=True, name="line").start()
 
     def beat_as(self, token: str) -> None:
-        """From now on this is whose signs of life we give."""
+        """Send heartbeats for ``token`` from now on."""
         self._pulse = f"beat/{token}"
 
     def close(self) -> None:
@@ -67,11 +67,11 @@ class StoreClient:
         return int(self._ask(self._store.add, key, amount))
 
     def check(self, *keys: str) -> bool:
-        """Whether all of them are there."""
+        """Return True if all keys exist."""
         return bool(self._ask(self._store.check, list(keys)))
 
     def find(self, key: str) -> bytes | None:
-        """Its value, or ``None`` at once: the store's own ``get`` would wait for it."""
+        """Return the key's value, or ``None`` at once: the store's own ``get`` would wait for it."""
         return self._ask(self._find, key)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
@@ -117,7 +117,7 @@ class StoreClient:
 
 
 class RoundStore(Store):
-    """What launchers write for one another in one round, for their companions: a store under a prefix of ours."""
+    """A store for the messages of plugins of different launchers in one round, under a prefix."""
 
     def __init__(self, line: StoreClient, prefix: str, patience: float) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class RoundStore(Store):
         self._line.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """Waits for it, but never so that our signs of life would wait too."""
+        """Wait for a key and return its value, without blocking heartbeats."""
         self.wait([key])
         found = self._line.find(self._prefix + key)
         if found is None:

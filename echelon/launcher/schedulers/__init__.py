@@ -1,1 +1,1 @@
-"""Jobs on hosts that something else hands out: a list of hosts and ssh, Slurm, Kubernetes."""
+"""Jobs on hosts of a list (over ssh) or of a scheduler: Slurm, Kubernetes, Ray."""

@@ -1,4 +1,4 @@
-"""The options that were typed, as words again: for the same command on another host."""
+"""Rebuilds command-line arguments from parsed options, for the same command on another host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def rebuild_argv(context: Any, leave_out: Iterable[str]) -> list[str]:
-    """Every option on this command line but those left out (by their names in Python). ``context`` is click's."""
+    """Return every option given on the command line except ``leave_out`` (names in Python). ``context`` is click's."""
     unwanted, words = set(leave_out), []
     for param in context.command.params:
         source = context.get_parameter_source(param.name)

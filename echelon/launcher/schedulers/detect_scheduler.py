@@ -1,4 +1,4 @@
-"""What ``echelon run`` learns from where it stands: named hosts, a Slurm allocation, a pod. Asked before all else."""
+"""Detects where ``echelon run`` is to run a job: on named hosts, in a Slurm allocation, on Ray, or in a pod."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from echelon.launcher.schedulers import kubernetes, slurm
 from echelon.launcher.schedulers.ray import run_on_ray
 from echelon.launcher.schedulers.ssh import run_on_hosts
 
-#: Options of ``run`` that only mean something together with hosts to be reached over ssh.
+#: Options of ``run`` that require hosts reached over ssh.
 OF_SSH = ("ssh", "remote_python", "env")
-#: Options that say where the job is to run.
+#: Options that name the hosts or the cluster of the job.
 OF_CLUSTERS = ("hosts", "hostfile", "on", "ray_address")
 
 
 def dispatch_to_scheduler(context: Any, first: Callable[[], None] | None = None) -> int | None:
-    """The exit code of a job that was started on named hosts or on a cluster; ``None``: it is to run here.
+    """Start the job on named hosts or on a cluster, and return its exit code; ``None`` if it is to run here.
 
-    ``context`` is click's, of the command ``run``; ``first`` is done once all that was asked for is found right.
+    ``context`` is click's, of the command ``run``; ``first`` is called after all options have been validated.
     """
     options = context.params
     if options.get("on") is not None:
@@ -38,7 +38,7 @@ def dispatch_to_scheduler(context: Any, first: Callable[[], None] | None = None)
 
 
 def add_scheduler_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a launcher that runs here, with what the scheduler knows of the job."""
+    """Return the options of a launcher that runs here, completed by the scheduler's variables."""
     rest = {name: value for name, value in options.items() if name not in (*OF_SSH, *OF_CLUSTERS)}
     rest |= slurm.read_slurm_step(rest, os.environ)
     kubernetes.await_master(rest["master"], rest["join_timeout"], os.environ)

@@ -1,4 +1,4 @@
-"""Which hosts a job is to run on, and how many processes each takes: ``--hosts`` and ``--hostfile``."""
+"""Parses the list of hosts and their processes: ``--hosts`` and ``--hostfile``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from echelon.base.errors import UsageError
 
-#: A name that ssh cannot take for one of its options; ``user@`` before it; an IPv6 address stands in brackets.
+#: A name that ssh cannot mistake for an option; ``user@`` may precede it; an IPv6 address stands in brackets.
 _HOST = r"(?:[\w.][\w.-]*@)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][\w.-]*)"
 _ENTRY = re.compile(rf"({_HOST})(?::(\d+))?", re.ASCII)
 _SLOTS = re.compile(r"(slots|max[-_]slots)\s*=\s*(\d+)", re.ASCII)
@@ -17,19 +17,19 @@ _SLOTS = re.compile(r"(slots|max[-_]slots)\s*=\s*(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class HostListEntry:
-    """One host as the user wrote it; ``procs`` is ``None`` where no number was given."""
+    """One host as the user wrote it; ``procs`` is ``None`` if no number was given."""
 
     name: str
     procs: int | None = None
 
     @property
     def address(self) -> str:
-        """The name without the user and the brackets."""
+        """The name without user and brackets."""
         return self.name.rpartition("@")[2].strip("[]")
 
 
 def parse_host_list(hosts: str | None, hostfile: str | None) -> tuple[HostListEntry, ...]:
-    """The hosts of ``--hosts a:8,b:8`` or of a file; a one-line ``UsageError`` for anything else."""
+    """Return the hosts of ``--hosts a:8,b:8`` or of a file; raises a one-line ``UsageError``."""
     if hosts is not None and hostfile is not None:
         raise UsageError("--hosts and --hostfile both name the hosts; leave one of them out")
     if hostfile is not None:
@@ -57,7 +57,7 @@ def _read(path: str) -> tuple[HostListEntry, ...]:
 
 
 def _line(text: str, where: str) -> HostListEntry | None:
-    """``host``, ``host:8``, ``host slots=8`` (and Open MPI's ``max_slots=``, which changes nothing here)."""
+    """Parse ``host``, ``host:8`` or ``host slots=8`` (Open MPI's ``max_slots=`` is ignored)."""
     name, _, rest = text.partition("#")[0].strip().partition(" ")
     if not name:
         return None
@@ -83,7 +83,7 @@ def _counted(entry: HostListEntry, procs: int, where: str) -> HostListEntry:
 
 
 def _added_up(entries: Sequence[HostListEntry]) -> tuple[HostListEntry, ...]:
-    """Some files have a line for every process: a host named again takes that many more."""
+    """Merge entries of the same host: some files have one line per process, so their processes are added."""
     found: dict[str, HostListEntry] = {}
     for entry in entries:
         before = found.get(entry.name)

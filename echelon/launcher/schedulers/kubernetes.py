@@ -1,4 +1,4 @@
-"""``echelon submit k8s``: an Indexed Job for the hosts, a StatefulSet for parameter servers, and what ties them."""
+"""``echelon submit k8s``: an Indexed Job for the hosts, a StatefulSet for parameter servers, and their Services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.launcher.schedulers import kubernetes_names
 from echelon.launcher.schedulers.slurm import split_run
 
 MASTER_PORT, SERVER_PORT = 29500, 6174
-#: The user of the project's image, see Dockerfile.
+#: The user id of the project's image, see Dockerfile.
 USER = 1000
 _INDEX = "JOB_COMPLETION_INDEX"
 _TLS, _STATE = "/etc/echelon/tls", "/var/lib/echelon"
@@ -28,13 +28,13 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class KubernetesSubmission:
-    """What ``echelon submit k8s`` was asked for.
+    """The options of ``echelon submit k8s``.
 
     volumes:     ``CLAIM:/path`` of persistent volumes that every pod mounts
-    min_hosts:   fewer than ``hosts``: the job is elastic
-    workers:     of each host, in a job with servers
-    state:       the size of the volume on which each server keeps its state; ``None``: gone with the pod
-    restarts:    how often each host is started again after a failure that is not an eviction
+    min_hosts:   minimum number of hosts; fewer than ``hosts`` makes the job elastic
+    workers:     workers per host, in a job with servers
+    state:       size of the volume for each server's state; ``None``: the state is lost with the pod
+    restarts:    restarts of each host after failures that are not evictions
     """
 
     program: Sequence[str]
@@ -68,7 +68,7 @@ class KubernetesSubmission:
 
     @property
     def endpoints(self) -> str:
-        """Of all servers: each pod of a StatefulSet has a name of its own in its headless Service."""
+        """The endpoints of all servers: each pod of a StatefulSet has its own name in its headless Service."""
         pods = (f"{self.servers_name}-{index}.{self.servers_name}" for index in range(self.servers))
         return ",".join(f"{pod}:{SERVER_PORT}" for pod in pods)
 
@@ -78,7 +78,7 @@ class KubernetesSubmission:
 
 
 def await_master(master: str | None, patience: float, env: Mapping[str, str]) -> None:
-    """In a cluster the name of another pod comes into being with that pod: wait for it."""
+    """Wait until the name of the master pod resolves: in a cluster it exists only once that pod exists."""
     if KUBERNETES not in env or master is None:
         return
     host, deadline = master.split(",")[0].rpartition(":")[0].strip("[]"), time.monotonic() + patience
@@ -92,7 +92,7 @@ def await_master(master: str | None, patience: float, env: Mapping[str, str]) ->
 
 
 def submit(asked: KubernetesSubmission, out: str | None) -> str:
-    """Write the documents into a file, or hand them to kubectl; what to tell of it."""
+    """Write the documents into a file, or pass them to kubectl; return a message about it."""
     text = manifest(asked)
     if out is not None:
         _write(Path(out), text)
@@ -110,13 +110,13 @@ def submit(asked: KubernetesSubmission, out: str | None) -> str:
 
 
 def manifest(asked: KubernetesSubmission) -> str:
-    from echelon.launcher.schedulers.yaml_text import to_yaml  # here: every run would pay for yaml, 70 ms
+    from echelon.launcher.schedulers.yaml_text import to_yaml  # imported late: yaml would cost every run 70 ms
 
     return to_yaml(documents(asked))
 
 
 def documents(asked: KubernetesSubmission) -> list[Document]:
-    """All that the cluster is to make, in an order in which each finds what it refers to."""
+    """Return all documents, in an order in which each follows those that it refers to."""
     _check(asked)
     found = [_service(asked, asked.name, "host", MASTER_PORT)]
     if asked.token_secret is None:
@@ -185,7 +185,7 @@ def _secret(asked: KubernetesSubmission) -> Document:
 
 
 def _service(asked: KubernetesSubmission, name: str, part: str, port: int) -> Document:
-    """Headless: it only gives the pods names, also before they are ready, for they wait for one another."""
+    """Return a headless Service: it only names pods, even before they are ready, because they wait for others."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -217,7 +217,7 @@ def _job(asked: KubernetesSubmission) -> Document:
 
 
 def _failure_rules() -> list[Document]:
-    """Evicted, or asked to end and saved: come back, at no cost. A mistake in the command would only come again."""
+    """Return rules that do not count evictions and preemptions, and that fail the job for an error in its command."""
 
     def on_code(action: str, code: int) -> Document:
         return {"action": action, "onExitCodes": {"containerName": "echelon", "operator": "In", "values": [code]}}
@@ -246,7 +246,7 @@ def _host_command(asked: KubernetesSubmission) -> list[str]:
         return ["echelon", "run", "--nnodes", nnodes, "--node-rank", f"$({_INDEX})", *meet, *run, *program]
     servers = ["--servers", "0", "--pservers", asked.endpoints, "--trainers", str(asked.hosts * asked.workers)]
     words = [*servers, "--workers", str(asked.workers), *meet, *run, *program]
-    # Kubernetes cannot multiply; the shell can. The words come as its parameters, which it leaves as they are.
+    # Kubernetes cannot multiply, but the shell can. The arguments are its parameters, which it passes on unchanged.
     first = f'exec echelon run --trainer-id-from "$(({_INDEX} * {asked.workers}))" "$@"'
     return ["sh", "-c", _literal(first), "echelon", *words]
 
@@ -273,7 +273,7 @@ def _server_pod(asked: KubernetesSubmission) -> Document:
         **_container(asked, _server_command(asked), [pod_name]),
         "ports": [{"name": "echelon", "containerPort": SERVER_PORT}],
         "resources": {"limits": _limits(asked, gpus=False)},
-        # Until it serves, only the first counts: loading a large state may take its time.
+        # Until the server is up, only startupProbe counts: loading a large state may take long.
         "startupProbe": {**connects, "failureThreshold": 60},
         "readinessProbe": connects,
         "livenessProbe": {**connects, "failureThreshold": 6, "timeoutSeconds": 10},
@@ -282,7 +282,7 @@ def _server_pod(asked: KubernetesSubmission) -> Document:
     pod = _pod(asked, container)
     if asked.state is None:
         return {**pod, "volumes": [*pod["volumes"], {"name": "state", "emptyDir": {}}]}
-    # a fresh volume is root's; the image's user must be able to write to it
+    # a new volume belongs to root; the image's user must be able to write to it
     return {**pod, "securityContext": {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}}
 
 
@@ -332,7 +332,7 @@ def _environment(asked: KubernetesSubmission) -> list[Document]:
 
 
 def _volumes(asked: KubernetesSubmission) -> list[Document]:
-    """What a rank's data loader and NCCL share lies in /dev/shm, which a container has 64 MB of by default."""
+    """Return the volumes. Data loaders and NCCL use /dev/shm, of which a container has only 64 MB by default."""
     found: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     for number, (claim, _) in enumerate(_claims(asked)):
         found.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
@@ -351,12 +351,12 @@ def _limits(asked: KubernetesSubmission, gpus: bool) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Kubernetes puts variables in for ``$(NAME)``; a doubled dollar stands for itself."""
+    """Escape dollars: Kubernetes substitutes ``$(NAME)``, and ``$$`` stands for one dollar."""
     return text.replace("$", "$$")
 
 
 def _write(path: Path, text: str) -> None:
-    """For our eyes only: there may be a secret in it."""
+    """Write a file that only its owner can read, because it may contain a secret."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:

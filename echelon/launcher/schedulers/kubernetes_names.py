@@ -1,4 +1,4 @@
-"""What Kubernetes lets things be called: checked here, so that a slip is one line and not the cluster's refusal."""
+"""Validates names for Kubernetes, so that a mistake is reported in one line before the cluster refuses it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?", re.ASCII)
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: Pods and server sets put something behind the name of the job, and 63 is the most that a host name may have.
+#: Longest job name: pods and StatefulSets append to it, and a host name has at most 63 characters.
 LONGEST = 45
 
 
 def check_name(option: str, name: str) -> None:
-    """The name of a job is one of a Service too, and those begin with a letter."""
+    """Raise unless the name fits a job and its Service, whose name must begin with a letter."""
     if not _LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > LONGEST:
         raise UsageError(
             f"{option} {name!r} is no name for a job; use small letters, digits and dashes, a letter first, "
@@ -35,7 +35,7 @@ def check_image(image: str) -> None:
 
 
 def check_text(words: Iterable[str]) -> None:
-    """Bytes that are no text reach us as lone surrogates; JSON, and so Kubernetes, has no way to hold them."""
+    """Raise for arguments that are not UTF-8: they contain lone surrogates, which JSON and Kubernetes cannot hold."""
     for word in words:
         try:
             word.encode()
@@ -49,7 +49,7 @@ def check_quantity(option: str, text: str) -> None:
 
 
 def split_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """``NAME=VALUE``, or ``NAME`` with the value that it has here."""
+    """Return name and value of ``NAME=VALUE``, or of ``NAME`` with its value in ``env``."""
     name, given, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
         raise UsageError(f"--env {text!r} is not NAME=VALUE, with a name of letters, digits and underscores")
@@ -59,7 +59,7 @@ def split_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def split_volume(text: str) -> tuple[str, str]:
-    """``CLAIM:/path``: a persistent volume claim, and where pods see it."""
+    """Split ``CLAIM:/path`` into a persistent volume claim and its path in pods."""
     claim, _, path = text.partition(":")
     if not path.startswith("/") or ":" in path or not path.isprintable():
         raise UsageError(f"--volume {text!r} is not CLAIM:/path, such as data:/data")

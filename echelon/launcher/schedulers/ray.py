@@ -1,8 +1,8 @@
-"""``echelon run --on ray --nnodes 2 --procs 2 train.py``: a launcher on each of some nodes of a Ray cluster.
+"""``echelon run --on ray --nnodes 2 --procs 2 train.py``: runs a launcher on each of several nodes of a Ray cluster.
 
-A placement group sets aside a bundle on as many nodes; in each an actor runs the ordinary launcher. Launchers meet,
-watch one another and start again by themselves, as on any hosts. What is left to do here: show what they say, hand
-signals on, and put another launcher in the place of one whose node was lost.
+A placement group reserves a bundle on each of these nodes, in which an actor runs the ordinary launcher. Launchers
+meet, watch one another and restart ranks by themselves, as on any hosts. This module shows their output, forwards
+signals, and replaces a launcher whose node was lost.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ from echelon.launcher.schedulers.argv import rebuild_argv
 from echelon.launcher.schedulers.ray_host import LauncherOutput, RayHost
 from echelon.launcher.schedulers.ssh import collect_forwarded_environment
 
-#: Options of ``run`` that this module answers for.
+#: Options of ``run`` that this module handles and does not pass on.
 OWN = ("on", "ray_address", "nnodes", "node_rank", "master", "procs", "gpus", "env")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Seconds until launchers know by themselves that a host is gone, and then some.
+#: Seconds after which launchers have certainly detected a lost host by themselves.
 _NOTICE = 45.0
-#: How often an elastic job looks for nodes that have come.
+#: Seconds between two checks of an elastic job for new nodes.
 _LOOK = 2.0
-#: Seconds for the threads that listen to launchers to hear that those were killed.
+#: Seconds for listener threads to notice that their launchers were killed.
 _LAST_NEWS = 10.0
 
 
 @dataclass(frozen=True)
 class RayRequest:
-    """The part of ``echelon run`` that concerns the cluster, checked."""
+    """The validated options of ``echelon run`` that concern the cluster."""
 
     address: str
     least: int
     most: int
-    #: --nnodes as launchers get it
+    #: --nnodes as passed to launchers
     nnodes: str
-    #: what each host takes of its node; and the same for its launcher
+    #: resources that each host takes of its node, and its number of processes
     bundle: Mapping[str, float]
     procs: int
     environment: Mapping[str, str]
     words: tuple[str, ...]
     join_timeout: float
     grace: float
-    #: whether there is a use for a host in the place of one that was lost
+    #: True if a lost host is to be replaced
     replaces: bool
 
 
 @dataclass
 class _RayLauncher:
-    """One launcher, from the moment on when it is asked for."""
+    """One launcher, from the request for its actor on."""
 
     index: int
     actor: Any
     name: str = ""
-    #: ``None`` while it runs, or has not come yet; -1: its node was lost
+    #: ``None`` while it runs, or has not started yet; -1: its node was lost
     code: int | None = None
     replacement: bool = False
     started: threading.Event = field(default_factory=threading.Event)
 
 
 def run_on_ray(context: Any, first: Callable[[], None] | None = None) -> int:
-    """Start the job that ``echelon run`` was asked for on nodes of the cluster; the exit code is the job's."""
+    """Run the job of ``echelon run`` on nodes of the cluster; return the job's exit code."""
     options = context.params
     _check_fit(options)
     ray = _the_library()
@@ -90,7 +90,7 @@ def run_on_ray(context: Any, first: Callable[[], None] | None = None) -> int:
 
 
 def check(context: Any, nodes: list[dict[str, Any]]) -> RayRequest:
-    """The options as typed, made into a ``RayRequest`` for a cluster of these nodes, or a one-line ``UsageError``."""
+    """Return a ``RayRequest`` of the options for a cluster of these nodes; raises a one-line ``UsageError``."""
     options: Mapping[str, Any] = context.params
     least, most, elastic = host_counts(options["nnodes"])
     procs, bundle = _share_of_a_node(options, nodes)
@@ -103,7 +103,7 @@ def check(context: Any, nodes: list[dict[str, Any]]) -> RayRequest:
         )
     environment = collect_forwarded_environment(os.environ, options.get("env") or [])
     environment.pop(TOKEN_FILE, None)  # the file may exist on this host only
-    environment.pop(VISIBLE, None)  # which GPUs is Ray's choice; none where none were asked for
+    environment.pop(VISIBLE, None)  # Ray chooses the GPUs; without requested GPUs none are visible
     environment |= {} if "GPU" in bundle else {VISIBLE: ""}
     environment[TOKEN] = (find_token() or secrets.token_hex(16).encode()).decode()
     return RayRequest(
@@ -127,7 +127,7 @@ class RayJob:
     def __init__(self, ray: Any, request: RayRequest) -> None:
         self._ray, self._request = ray, request
         self._hosts: list[_RayLauncher] = []
-        #: signals, and news of a host: what it said, that it ended, or that its node is lost
+        #: signals, and pairs of a host and its output; None in place of the output if its node is lost
         self._came: queue.SimpleQueue[signal.Signals | tuple[_RayLauncher, LauncherOutput | None]] = queue.SimpleQueue()
         self._asked, self._deadline = False, float("inf")
         self._group: Any = None
@@ -149,12 +149,12 @@ class RayJob:
             self._join_listeners()
 
     def _join_listeners(self) -> None:
-        """Wait until no thread is inside Ray any more: one that is there when Python ends would abort the process."""
+        """Wait until no thread is inside Ray any more: such a thread would abort the process when Python exits."""
         deadline = time.monotonic() + _LAST_NEWS
         for listener in self._listeners:
             listener.join(max(0.0, deadline - time.monotonic()))
 
-    # Starting
+    # Start
 
     def _begin(self) -> None:
         least = self._request.least
@@ -190,11 +190,11 @@ class RayJob:
         return host
 
     def _start(self, host: _RayLauncher) -> None:
-        """Send the launcher's words; they wait with the actor until its node is there."""
+        """Send the launcher's arguments; the call waits in Ray until the actor's node is available."""
         own = ["--nnodes", self._request.nnodes, "--procs", str(self._request.procs), "--master", self._masters]
         if self._request.most == 1:
             own = own[:4]
-        elif not host.replacement:  # the place of one that was lost is found by the others
+        elif not host.replacement:  # the coordinator finds the place of a replacement
             own += ["--node-rank", str(host.index)]
         words = [*own, *self._request.words]
         host.actor.start.remote(words, os.getcwd(), dict(self._request.environment))
@@ -202,18 +202,18 @@ class RayJob:
         self._listeners[-1].start()
 
     def _listen(self, host: _RayLauncher) -> None:
-        """In a thread for each host: what it says, until it has ended."""
+        """Receive the output of one host until it has ended; runs in a thread per host."""
         while True:
             try:
                 news = self._ray.get(host.actor.news.remote())
-            except Exception:  # Ray has many words for it: the actor or its node is gone, or we are
+            except Exception:  # Ray has many errors for it: the actor or its node is lost, or this job is shutting down
                 self._came.put((host, None))
                 return
             self._came.put((host, news))
             if news.code is not None:
                 return
 
-    # Watching
+    # Watch
 
     def _heed(self, number: int, frame: FrameType | None) -> None:
         self._came.put(signal.Signals(number))
@@ -235,11 +235,11 @@ class RayJob:
         return self._code()
 
     def _running(self) -> bool:
-        """Whether a launcher runs; replacements that have not come are waited for by those that run."""
+        """Return True if a launcher runs; replacements that have not started are awaited by the running ones."""
         return any(host.code is None and (host.started.is_set() or not host.replacement) for host in self._hosts)
 
     def _hand_on(self, number: signal.Signals) -> None:
-        """A signal to this command is one to every launcher; the second one waits no longer."""
+        """Forward a signal to every launcher; after a second one, end without waiting."""
         self._deadline = time.monotonic() + (0.0 if self._asked else self._request.grace + _NOTICE)
         self._asked = True
         for host in self._hosts:
@@ -258,7 +258,7 @@ class RayJob:
             where.flush()
         if news.code is not None:
             host.code = news.code
-            if news.code:  # it is the whole job that has failed, and the others end too
+            if news.code:  # the whole job has failed, and the other launchers end too
                 self._deadline = min(self._deadline, time.monotonic() + self._request.grace + _NOTICE)
 
     def _lose(self, host: _RayLauncher) -> None:
@@ -270,7 +270,7 @@ class RayJob:
             self._start(self._host_in_bundle(host.index, replacement=True))
 
     def _take_in_new_nodes(self) -> None:
-        """Elastic: beyond the placement group a host for every node that has none, up to the most."""
+        """Start a host on a node that has none, beyond the placement group, up to the maximum; for elastic jobs."""
         living = [host for host in self._hosts if host.code is None]
         if self._asked or len(living) >= self._request.most or self._request.least == self._request.most:
             return
@@ -282,7 +282,7 @@ class RayJob:
                 return
 
     def _code(self) -> int:
-        """Any host that saw the job through to its end speaks for it; else the first one that failed."""
+        """Return the first failure's code, unless a host finished an elastic job; 1 if a host stays lost; else 0."""
         codes = [host.code for host in self._hosts if host.code is not None and host.code >= 0]
         lost_for_good = any(host.code == -1 for host in self._hosts) and not self._request.replaces
         failed = [code for code in codes if code]
@@ -299,7 +299,7 @@ def _the_library() -> Any:
         import ray.util.scheduling_strategies
     except ImportError:
         raise UsageError("--on ray needs ray: pip install 'echelon[ray]'") from None
-    ray.cloudpickle.register_pickle_by_value(ray_host)  # by its name, actors would import all of the package
+    ray.cloudpickle.register_pickle_by_value(ray_host)  # by reference, actors would import the whole package
     return ray
 
 
@@ -327,9 +327,9 @@ def _check_fit(options: Mapping[str, Any]) -> None:
 
 
 def _share_of_a_node(options: Mapping[str, Any], nodes: list[dict[str, Any]]) -> tuple[int, dict[str, float]]:
-    """Processes of each host, and what they take of a node: a processor and, where these are asked for, a GPU each.
+    """Return the processes of each host, and their resources: one CPU each and, if requested, GPUs.
 
-    Without a word it is all the GPUs that every node has which has any; one process where there are none.
+    The default is the smallest number of GPUs of a node that has any; one process if there are none.
     """
     gpus = int(options["gpus"]) if options["gpus"] is not None else None
     if gpus is None and options["procs"] is None:

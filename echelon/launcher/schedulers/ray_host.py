@@ -1,6 +1,7 @@
-"""What runs in an actor on a node of a Ray cluster: the ordinary launcher, whose lines are fetched from afar.
+"""The actor on a node of a Ray cluster: runs the ordinary launcher, whose output is fetched remotely.
 
-It imports nothing of ours: ray.py sends its text along, and actors need not import torch, which takes seconds.
+It imports nothing of Echelon: ray.py sends its source by value, so that actors need not import torch, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-#: Seconds that ``news`` waits for some.
+#: Seconds that ``news`` waits for output.
 _WAIT = 5.0
 
 
 @dataclass(frozen=True)
 class LauncherOutput:
-    """What a launcher has said since it was last asked: (out or err, line); its exit code once it has ended."""
+    """A launcher's output since the last call, as (out or err, line), and its exit code once it has ended."""
 
     node: str
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -32,10 +33,10 @@ class LauncherOutput:
 
 
 class RayHost:
-    """Made into an actor by whoever has Ray. When it dies, far.py finds its input at an end and kills the launcher.
+    """The class that ray.py makes into an actor. When it dies, remote_main.py sees the end of its input.
 
-    It is killed, not asked to end: a launcher that is asked to takes leave of the others, and they would not wait for
-    another in its place. Its guard sees to the ranks.
+    remote_main.py then kills the launcher instead of terminating it: a terminated launcher leaves the rendezvous, and
+    the other launchers would not wait for a replacement. The launcher's OrphanReaper ends the ranks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class RayHost:
         self._order = threading.Lock()
 
     def meeting_place(self) -> tuple[str, int]:
-        """Host and free port of this node, as the others reach it."""
+        """Return address and a free port of this node, as other nodes reach it."""
         address = _address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family) as free:
@@ -53,7 +54,7 @@ class RayHost:
             return address, int(free.getsockname()[1])
 
     def start(self, words: list[str], directory: str, environment: dict[str, str]) -> None:
-        """The secret comes with the environment, by this call and no other way: actors' own variables are logged."""
+        """Start the launcher. The secret is in ``environment`` only, because Ray logs the actors' own variables."""
         order: dict[str, Any] = {
             "words": [sys.executable, "-m", "echelon", "run", *words],
             "directory": directory,
@@ -61,7 +62,7 @@ class RayHost:
             "hail": False,
             "patience": 0.0,
         }
-        with contextlib.suppress(OSError):  # Ray lets everything else on a node go first; ranks should not wait
+        with contextlib.suppress(OSError):  # Ray lowers the priority of its workers; ranks should not have it
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         with self._order:
             self._process = subprocess.Popen(
@@ -80,7 +81,7 @@ class RayHost:
         threading.Thread(target=self._wait, args=(readers,), daemon=True).start()
 
     def news(self) -> LauncherOutput:
-        """Waits a moment for some; the exit code comes after the last line."""
+        """Return new output, after a short wait for some; the exit code comes after the last line."""
         lines: list[tuple[str, str]] = []
         with contextlib.suppress(queue.Empty):
             said = self._said.get(timeout=_WAIT)
@@ -91,7 +92,7 @@ class RayHost:
         return LauncherOutput(_name(), lines)
 
     def tell(self, name: str) -> None:
-        """Hand a signal on; calls of an actor with several threads may overtake one another."""
+        """Forward a signal; it is kept until ``start``, because calls of a threaded actor may overtake one another."""
         with self._order:
             if self._process is None:
                 self._untold.append(name)
@@ -101,7 +102,7 @@ class RayHost:
     def _send(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: news tells
+        with contextlib.suppress(OSError):  # the process has ended, which ``news`` reports
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -119,11 +120,11 @@ class RayHost:
 
 
 def _far_end() -> str:
-    """Where far.py is on this node; to find a package is not to import it."""
+    """Return the path of the bootstrap script on this node; finding the package does not import it."""
     package = importlib.util.find_spec("echelon")
     assert package is not None, "echelon is not installed on this node"
     assert package.origin is not None
-    return str(Path(package.origin).parent / "launcher" / "schedulers" / "far.py")
+    return str(Path(package.origin).parent / "launcher" / "schedulers" / "remote_main.py")
 
 
 def _address() -> str:
@@ -133,7 +134,7 @@ def _address() -> str:
 
 
 def _name() -> str:
-    """Address and the beginning of the node's number: several nodes may share an address."""
+    """Return the address and the beginning of the node's id: several nodes may share an address."""
     import ray
 
     return f"{_address()}/{ray.get_runtime_context().get_node_id()[:8]}"

@@ -1,9 +1,8 @@
-"""The far end of an ssh connection: starts a launcher there, hands signals to it, and ends it with the connection.
+"""The remote end of an ssh connection: starts a launcher, forwards signals to it, and ends it with the connection.
 
-ssh sends this file's text ahead of everything else, so it needs nothing of ours over there, and imports nothing but
-what Python brings. Then one line of JSON says what to start; the secret travels in it, for a command line can be read
-by every user of a host. Each line after it is the name of a signal. The end of the input means that nobody waits for
-the job any more.
+ssh sends the text of this file first, so the host needs nothing of Echelon for it, and it imports the standard library
+only. Then one line of JSON says what to start; the secret is sent in it, because every user of a host can read command
+lines. Each further line is the name of a signal. The end of the input means that the local command has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import threading
 from types import FrameType
 
-#: The first line of stderr once a launcher was started: ssh itself and the shell have done their part.
+#: The first line of stderr after a launcher was started: ssh and the shell have succeeded.
 HAIL = "echelon-far: started"
 
 
@@ -39,7 +38,7 @@ def main() -> None:
     threading.Thread(target=_heed, args=(launcher, order["patience"]), daemon=True).start()
     code = launcher.wait()
     sys.stderr.flush()
-    os._exit(code if code >= 0 else 128 - code)  # the thread still waits for input
+    os._exit(code if code >= 0 else 128 - code)  # because the thread still waits for input
 
 
 def _hand_on_our_own_signals(launcher: subprocess.Popen[bytes]) -> None:
@@ -51,14 +50,17 @@ def _hand_on_our_own_signals(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _end_with_us(patience: float) -> None:
-    """Whoever kills this process outright ends the launcher, too."""
+    """Have the kernel end the launcher if this process is killed."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if patience else signal.SIGKILL)
 
 
 def _heed(launcher: subprocess.Popen[bytes], patience: float) -> None:
-    """Without patience the launcher is killed: it is to be lost to the other hosts, not to take leave of them."""
+    """Forward signals until the end of the input, then end the launcher.
+
+    Without patience the launcher is killed, so that other hosts see it as lost and not as leaving.
+    """
     for line in sys.stdin.buffer:
         launcher.send_signal(signal.Signals[line.decode().strip()])
     if not patience:

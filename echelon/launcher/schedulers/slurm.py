@@ -1,4 +1,4 @@
-"""Slurm: what ``echelon run`` finds in an allocation, and ``echelon submit slurm``, which asks for one."""
+"""Slurm: reads the allocation for ``echelon run``, and submits jobs for ``echelon submit slurm``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from echelon.base.environment import (
 from echelon.base.errors import EchelonError, UsageError
 
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
-#: Seconds before the time limit at which Slurm is to say so; ranks save in them.
+#: Seconds before the time limit at which Slurm sends a signal, so that ranks can save.
 NOTICE = 120
-#: sbatch knows quotes of its own in these lines; what needs none is all we let in.
+#: Characters allowed in sbatch options: sbatch has its own quoting, so only values that need none are accepted.
 _VALUE = re.compile(r"[\w .,:;@%/+=()\[\]{}*&|!<>~^-]+")
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}", re.ASCII)
 _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
@@ -46,7 +46,7 @@ _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 
 
 def read_slurm_step(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """What a task of ``srun --ntasks-per-node=1`` can tell of the job, where nobody has said otherwise."""
+    """Return the options that a task of ``srun --ntasks-per-node=1`` can derive, unless options name the hosts."""
     if SLURM_STEP not in env or LOG_DIR in env or not _ours(options):
         return {}
     hosts = expand_hosts(env.get(SLURM_STEP_LIST) or env.get(SLURM_JOB_LIST) or "localhost")
@@ -59,13 +59,13 @@ def read_slurm_step(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[
     if nodes == 1:
         return {}
     port, asked = port_for(env.get(SLURM_JOB, "0")), options["nnodes"] or nodes
-    # a job that may lose its first host has a second one in its stead
+    # a job that may lose its first host has a second endpoint
     where = ",".join(f"{host}:{port}" for host in hosts[: 2 if ":" in str(asked) else 1])
     return {"nnodes": asked, "node_rank": whole_number(env, SLURM_NODE), "master": where}
 
 
 def needs_srun(options: Mapping[str, Any], env: Mapping[str, str]) -> int:
-    """The nodes of an allocation of several in which we stand alone, as in a batch script; else 0."""
+    """Return the number of nodes if this is the only process of an allocation, as in a batch script; else 0."""
     if SLURM_STEP in env or LOG_DIR in env or SLURM_JOB not in env or not _ours(options):
         return 0
     nodes = whole_number(env, SLURM_JOB_NODES, 1)
@@ -73,7 +73,7 @@ def needs_srun(options: Mapping[str, Any], env: Mapping[str, str]) -> int:
 
 
 def call_srun(nodes: int, words: Sequence[str], elastic: bool) -> None:
-    """Become ``srun`` with the same command on every node. The secret goes by the environment, which srun hands on."""
+    """Replace this process by ``srun`` with the same command on every node. The environment carries the secret."""
     if not shutil.which("srun"):
         raise UsageError(
             f"this Slurm job has {nodes} nodes, but there is no srun on PATH to reach them; "
@@ -87,14 +87,14 @@ def call_srun(nodes: int, words: Sequence[str], elastic: bool) -> None:
 
 
 def srun_words(nodes: int, elastic: bool, cpus: str | None) -> list[str]:
-    """One task a node, free to use all that the job has of the node; a task that ends leaves the others alone."""
+    """Return an srun command with one unbound task per node; the end of one task does not end the others."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
     words += ["--kill-on-bad-exit=0", *(["--no-kill"] if elastic else [])]
     return [*words, f"--cpus-per-task={cpus}"] if cpus else words
 
 
 def _ours(options: Mapping[str, Any]) -> bool:
-    """Whether the hosts are Slurm's to name: an option that names them wins, and so does a job with servers."""
+    """Return True if Slurm names the hosts: not if options name them, and not in a job with servers."""
     by_hand = ("master", "node_rank", "hosts", "hostfile", "servers", "pservers")
     return str(options["nnodes"]) != "1" and all(options.get(name) is None for name in by_hand)
 
@@ -104,7 +104,7 @@ def _ours(options: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class SlurmSubmission:
-    """What ``echelon submit slurm`` was asked for."""
+    """The options of ``echelon submit slurm``."""
 
     program: Sequence[str]
     nodes: int
@@ -122,13 +122,13 @@ class SlurmSubmission:
 
     @property
     def elastic(self) -> bool:
-        """Whether the options for ``echelon run`` hold a range of hosts."""
+        """True if the options for ``echelon run`` contain a range of hosts."""
         return bool(re.search(r"--nnodes[ =]\d+:", " ".join(split_run(self.run))))
 
 
 def script(asked: SlurmSubmission) -> str:
-    """The batch script: everything in it that a user gave is checked, or quoted for the shell."""
-    import jinja2  # here: every run would pay for it, 60 ms
+    """Return the batch script; every value from the user is validated, or quoted for the shell."""
+    import jinja2  # imported late: it would cost every run 60 ms
 
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
     logs = Path(asked.log_dir).absolute()
@@ -147,7 +147,7 @@ def script(asked: SlurmSubmission) -> str:
 
 
 def submit(asked: SlurmSubmission) -> str:
-    """Write the script beside the logs and hand it to sbatch; what to tell of it."""
+    """Write the script beside the logs and pass it to sbatch; return a message about it."""
     text = script(asked)
     path = Path(asked.log_dir).absolute() / f"{asked.name}.sbatch"
     try:
@@ -166,7 +166,7 @@ def submit(asked: SlurmSubmission) -> str:
 
 
 def split_run(text: str) -> list[str]:
-    """``--run '--max-restarts 3'`` as words."""
+    """Split ``--run '--max-restarts 3'`` into arguments."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""``echelon run --hosts a:8,b:8 train.py``: a launcher on each of these hosts, over ssh, ended with this command."""
+"""``echelon run --hosts a:8,b:8 train.py``: runs a launcher on each host over ssh, which ends with this command."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from echelon.launcher.schedulers.host_list import HostListEntry, parse_host_list
 from echelon.launcher.schedulers.ssh_connection import RemoteLaunchRequest, SshConnection
 from echelon.launcher.schedulers.ssh_job import SshJob
 
-#: Variables that go to the other hosts, besides those named by --env. What ranks alone may see is not among them.
+#: Prefixes of variables that are sent to other hosts, in addition to --env. Variables for ranks only are excluded.
 CARRIED = ("ECHELON_", "PADDLE_", "NCCL_", "GLOO_", "OMP_", "CUDA_")
 CARRIED_NAMES = ("PYTHONPATH",)
-#: Nobody can answer a password prompt here; a host that does not answer is told instead of waited for.
+#: ssh options: a password prompt cannot be answered here, and a host that does not answer is reported.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4")
-#: Options of ``run`` that this module answers for, each host getting its own.
+#: Options of ``run`` that this module handles; each host gets its own values.
 OWN = ("hosts", "hostfile", "ssh", "remote_python", "env", "nnodes", "node_rank", "master", "procs")
 
 
 @dataclass(frozen=True)
 class SshRequest:
-    """The part of ``echelon run`` that concerns the hosts, checked."""
+    """The validated options of ``echelon run`` that concern the hosts."""
 
     hosts: tuple[HostListEntry, ...]
-    #: the fewest hosts that the job goes on with; all of them where it is not elastic
+    #: minimum number of hosts; all of them if the job is not elastic
     least: int
     ssh: tuple[str, ...]
     python: str
     environment: Mapping[str, str]
     master: str
-    #: what every launcher gets, before and after what is its own
+    #: arguments that every launcher gets, after its own options
     words: tuple[str, ...]
     #: seconds that launchers may take to save and end
     grace: float
@@ -56,7 +56,7 @@ class SshRequest:
 
 
 def run_on_hosts(context: Any, first: Callable[[], None] | None = None) -> int:
-    """Start the job that ``echelon run`` was asked for on its hosts; the exit code is the job's."""
+    """Run the job of ``echelon run`` on its hosts; return the job's exit code."""
     request = check(context)
     if first is not None:
         first()
@@ -74,7 +74,7 @@ def run_on_hosts(context: Any, first: Callable[[], None] | None = None) -> int:
 
 
 def check(context: Any) -> SshRequest:
-    """The options as typed, made into a ``SshRequest``, or a one-line ``UsageError``."""
+    """Return a ``SshRequest`` of the options; raises a one-line ``UsageError``."""
     options: Mapping[str, Any] = context.params
     hosts = parse_host_list(options["hosts"], options["hostfile"])
     _check_fit(options, hosts)
@@ -97,7 +97,7 @@ def check(context: Any) -> SshRequest:
 
 
 def least_hosts(nnodes: str | None, count: int) -> int:
-    """``--nnodes MIN:MAX`` makes a job on these hosts elastic; a single number must be theirs."""
+    """Return the minimum number of hosts: ``--nnodes MIN:MAX`` makes a job elastic; a single number must match."""
     fewest, most, _ = (count, count, None) if nnodes is None else host_counts(nnodes)
     if most != count:
         raise UsageError(f"--nnodes {nnodes} does not fit the {count} hosts that are named; leave it out")
@@ -105,7 +105,7 @@ def least_hosts(nnodes: str | None, count: int) -> int:
 
 
 def collect_forwarded_environment(env: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The variables that all hosts are to see: ours, those of the libraries, and ``--env NAME`` or ``NAME=VALUE``."""
+    """Return the variables for all hosts: those of Echelon and the libraries, and ``--env NAME`` or ``NAME=VALUE``."""
     found = {k: v for k, v in env.items() if (k.startswith(CARRIED) or k in CARRIED_NAMES) and k != LOG_DIR}
     for entry in named:
         name, given, value = entry.partition("=")
@@ -128,7 +128,7 @@ def _check_fit(options: Mapping[str, Any], hosts: Sequence[HostListEntry]) -> No
 
 
 def _where_to_meet(hosts: Sequence[HostListEntry], least: int) -> Sequence[HostListEntry]:
-    """At the first host; a job that may lose it has a second one in its stead."""
+    """Return the hosts of the rendezvous: the first one, and a second one for a job that may lose the first."""
     return hosts[:2] if least < len(hosts) else hosts[:1]
 
 
@@ -160,7 +160,7 @@ def _connect(request: SshRequest, index: int, entry: HostListEntry) -> SshConnec
 
 
 def is_here(entry: HostListEntry) -> bool:
-    """Whether the host is this one, so that no ssh is needed. Another user's account always needs it."""
+    """Return True if the host is this one, so that ssh is not needed. Another user's account always needs it."""
     if "@" in entry.name:
         return False
     if entry.address in ("localhost", socket.gethostname(), socket.getfqdn()):
@@ -170,7 +170,7 @@ def is_here(entry: HostListEntry) -> bool:
 
 
 def _meeting_places(hosts: Sequence[HostListEntry], ssh: Sequence[str], token: str) -> str:
-    """HOST:PORT on each of these hosts, by commas, as the others reach it."""
+    """Return HOST:PORT on each of these hosts, comma-separated, as other hosts reach it."""
     away = [entry for entry in hosts if not is_here(entry)]
     towards = _address_of(away[0], ssh) if away else None
     return ",".join(_meeting_place(entry, towards, ssh, token) for entry in hosts)
@@ -186,7 +186,7 @@ def _meeting_place(entry: HostListEntry, towards: str | None, ssh: Sequence[str]
 
 
 def _address_of(entry: HostListEntry, ssh: Sequence[str]) -> str:
-    """By the name itself; else by what ssh's own configuration says that it stands for."""
+    """Return the address of the name itself, or of the host name in ssh's configuration."""
     if found := _resolved(entry.address):
         return found
     try:

@@ -1,4 +1,4 @@
-"""One host of a job over ssh: the connection, what it was sent, and what came of it."""
+"""``SshConnection``: the launcher on one host of a job over ssh, its connection and its output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import IO
 from echelon.launcher.schedulers import remote_main
 
 _source = Path(remote_main.__file__).read_bytes()
-#: Two hosts never write into one another's line.
+#: Prevents that lines of two hosts are mixed.
 _console = threading.Lock()
 
 
 @dataclass(frozen=True)
 class RemoteLaunchRequest:
-    """What far.py reads: the launcher's words, and where and how to start it."""
+    """The line that remote_main.py reads: the launcher's arguments, directory and environment."""
 
     words: tuple[str, ...]
     directory: str
@@ -38,16 +38,16 @@ class RemoteLaunchRequest:
 
 
 class SshConnection:
-    """A launcher on one host. ``ssh`` is empty for this very host: then far.py runs here.
+    """A launcher on one host. ``ssh`` is empty for this host itself: then remote_main.py runs locally.
 
-    The first host's output is the job's, and stays as it is; every line of another host's begins with its name.
+    The first host's output is shown unchanged as the job's; each line of another host begins with its name.
     """
 
     def __init__(self, name: str, order: RemoteLaunchRequest, python: str, ssh: tuple[str, ...], first: bool) -> None:
         self.name = name
         self.first = first
         self.by_ssh = bool(ssh)
-        #: whether a launcher runs, or ran, there; else ``early`` says what was in the way
+        #: True if a launcher runs, or ran, there; otherwise ``early`` has the reason
         self.started = not ssh
         self.early: list[str] = []
         bootstrap = [python, "-c", f"import sys; exec(sys.stdin.buffer.read({len(_source)}))"]
@@ -56,27 +56,27 @@ class SshConnection:
             stdin=subprocess.PIPE,
             stdout=None if first else subprocess.PIPE,
             stderr=None if first and not ssh else subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C at the terminal is ours to hand on
+            start_new_session=True,  # so that Ctrl-C at the terminal reaches only this process, which forwards it
         )
         self._readers = self._relay()
         self._send(_source + order.line)
 
     def tell(self, number: signal.Signals) -> None:
-        """Hand a signal on. A connection that is not yet made is given up instead."""
+        """Forward a signal. A connection that is not established yet is killed instead."""
         if self.started:
             self._send(number.name.encode() + b"\n")
         else:
             self._process.kill()
 
     def hang_up(self) -> None:
-        """The launcher there is asked to end, and is ended if it does not."""
+        """Close the input of the remote end, which then ends its launcher."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError):
             stdin.close()
 
     def wait(self) -> int:
-        """Until it has ended and everything it said was shown; the exit code, 128+n for signal n."""
+        """Wait until it has ended and all its output was shown; return the exit code, 128+n for signal n."""
         for reader in self._readers:
             reader.join()
         code = self._process.wait()
@@ -86,8 +86,8 @@ class SshConnection:
     def _send(self, data: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or was hung up on: wait() tells
-            while data:  # past Python's buffer, which a signal handler must not enter twice
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or was closed: wait() reports that
+            while data:  # without Python's buffer, which is not reentrant in signal handlers
                 data = data[os.write(stdin.fileno(), data) :]
 
     def _relay(self) -> list[threading.Thread]:
@@ -101,7 +101,7 @@ class SshConnection:
         return readers
 
     def _hear(self, line: str) -> None:
-        """stderr: until the launcher runs, what ssh and the shell say is kept for the case that it never does."""
+        """Handle a line of stderr: before the launcher runs, keep messages of ssh and shell in case it never does."""
         if self.started:
             self._show(line, sys.stderr)
         elif line.rstrip() == remote_main.HAIL:

@@ -1,4 +1,4 @@
-"""The hosts of a job over ssh, watched until the last one has ended: who failed, whether to go on, the exit code."""
+"""``SshJob``: watches the hosts of a job over ssh until the last one has ended, and decides the exit code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from echelon.launcher.schedulers.host_list import HostListEntry
 from echelon.launcher.schedulers.ssh_connection import SshConnection
 
-#: What ssh itself exits with when the connection could not be made, or broke.
+#: ssh's own exit code if the connection could not be made, or broke.
 SSH_FAILED = 255
-#: Seconds until launchers know by themselves that a host is gone, and then some.
+#: Seconds after which launchers have certainly detected a lost host by themselves.
 _NOTICE = 45.0
-#: Seconds in which the other hosts end too when it is the whole job that has failed.
+#: Seconds within which the other hosts end too if the whole job has failed.
 _TOGETHER = 3.0
 
 
@@ -29,7 +29,7 @@ class _HostExit:
 
     @property
     def line(self) -> str:
-        """What to tell of it."""
+        """A message about the end of the host."""
         name, said = self.connection.name, self.connection.early[-1] if self.connection.early else "nothing was said"
         if not self.connection.started:
             way = "cannot be reached by ssh" if self.code == SSH_FAILED else "could not start a launcher"
@@ -40,7 +40,7 @@ class _HostExit:
 
 
 class SshJob:
-    """``least`` hosts must stay for the job to go on; with all of them the job stands and falls together."""
+    """The hosts of a job, which needs at least ``least`` of them; if these are all, the loss of one ends the job."""
 
     def __init__(self, hosts: Sequence[HostListEntry], least: int, grace: float) -> None:
         self._elastic = least < len(hosts)
@@ -51,17 +51,17 @@ class SshJob:
         self._untold: list[_HostExit] = []
         self._came: queue.SimpleQueue[_HostExit] = queue.SimpleQueue()
         self._deadline = float("inf")
-        #: the signal that this command got
+        #: the signal that this command received
         self._asked: signal.Signals | None = None
 
     def add(self, connection: SshConnection) -> None:
         self._here.append(connection)
         threading.Thread(target=self._wait_for, args=(connection,), daemon=True).start()
-        if self._asked is not None:  # a signal came while we were still starting
+        if self._asked is not None:  # a signal arrived while hosts were still being started
             connection.hang_up()
 
     def hand_on(self, number: signal.Signals) -> None:
-        """A signal to this command is one to every launcher; the second one waits no longer."""
+        """Forward a signal to every launcher; after a second one, close the connections."""
         for connection in self._here:
             if self._asked is not None:
                 connection.hang_up()
@@ -71,7 +71,7 @@ class SshJob:
         self._deadline = min(self._deadline, time.monotonic() + self._patience)
 
     def attend(self) -> int:
-        """Until all hosts have ended; the exit code of the job."""
+        """Wait until all hosts have ended; return the exit code of the job."""
         while len(self._ends) < len(self._here):
             try:
                 end = self._came.get(timeout=0.5)
@@ -104,7 +104,7 @@ class SshJob:
             self._deadline = min(self._deadline, end.at + self._patience)
 
     def _tell_late(self) -> None:
-        """A host whose end the others outlive is told; where all end together their own words tell why."""
+        """Report hosts whose end the others have survived; if all end together, their own messages explain it."""
         ready = [end for end in self._untold if time.monotonic() > end.at + _TOGETHER]
         for end in ready:
             self._untold.remove(end)
@@ -116,7 +116,7 @@ class SshJob:
         self._deadline = float("inf")
 
     def _code(self) -> int:
-        """The first host speaks for the job; for an elastic one, whoever saw it through to its end."""
+        """Return the exit code of the first host; of an elastic job 0 if any host finished it."""
         codes = [end.code for end in self._ends]
         if not any(codes) or (self._elastic and 0 in codes):
             return 0

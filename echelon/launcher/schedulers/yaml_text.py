@@ -1,4 +1,4 @@
-"""YAML that every parser reads alike: words that look like words stand bare, all other text is quoted and ASCII."""
+"""Writes YAML that every parser reads alike: unambiguous words are plain, all other text is quoted and ASCII."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*", re.ASCII)
-#: Words that some version of YAML takes for something else.
+#: Words that some version of YAML reads as another type.
 _TAKEN = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without anchors, and with quotes wherever parsers might differ (``1e3``, ``0o7``, ``on``)."""
+    """A dumper without anchors, and with quotes wherever parsers might differ (``1e3``, ``0o7``, ``on``)."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -29,6 +29,6 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(documents: Iterable[Any]) -> str:
-    # no line is folded: a reader looks for a whole argument
+    # lines are not folded, so that readers can search for a whole argument
     text: str = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=10**6)
     return text

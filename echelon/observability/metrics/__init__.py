@@ -1,4 +1,4 @@
-"""Seeing what happens: where the step's time goes, the console, and the metrics files."""
+"""Metrics of a run: timing of step phases, console output and metrics files."""
 
 from echelon.observability.metrics.metrics_logger import MetricsLogger
 from echelon.strategy.log_settings import Log

@@ -1,7 +1,7 @@
-"""A number that is still being computed on a GPU, read without stopping the device.
+"""``DeferredScalar``: reads a number from a GPU without stalling the device.
 
-``float(tensor)`` waits for everything queued so far, the step just launched included. A copy to pinned memory, with an
-event behind it, is ready long before it is asked for one step later.
+``float(tensor)`` waits for all queued work, including the step just launched. A copy to pinned memory with an event
+after it is complete long before it is read one step later.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from echelon.distributed.activity import waiting
 
 
 class DeferredScalar:
-    """``read()`` gives the value that ``tensor`` has at this point of its stream.
+    """A copy of a scalar tensor; ``read()`` returns the value that it has at this point of its stream.
 
-    name: what it is, where all ranks read it: the GPU may be waiting for another rank
+    name: name of the number, for stall reports: the GPU may wait for another rank; default ""
     """
 
     def __init__(self, tensor: Tensor, name: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Losses that are not finite end a run, on every rank alike, and before they can spoil what is kept."""
+"""``FiniteLossCheck``: ends a run on every rank if the loss is not finite, before that state is saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.observability.metrics.deferred_scalar import DeferredScalar
 
 
 class StepLoss(Protocol):
-    """A loss of all ranks, and this rank's own."""
+    """The global loss of a step, and the loss of this rank."""
 
     @property
     def loss(self) -> Tensor: ...
@@ -24,14 +24,14 @@ class StepLoss(Protocol):
 
 
 class FiniteLossCheck:
-    """Looks at every global loss. On a GPU the host would have to wait for it, so there it looks a step later.
+    """Checks every global loss. On a GPU it checks one step later, because the host would have to wait.
 
-    group: who to ask whose loss it was; ``None`` where this rank's loss is its own
+    group: process group to find the rank with the bad loss; ``None`` if each rank has its own loss
     """
 
     def __init__(self, rank: int, on_gpu: bool) -> None:
         self._rank = rank
-        self.lag = 1 if on_gpu else 0  #: steps
+        self.lag = 1 if on_gpu else 0  #: steps between a loss and its check
         self.group: dist.ProcessGroup | None = None
         self._waiting: list[tuple[int, DeferredScalar, StepLoss]] = []
 
@@ -43,7 +43,7 @@ class FiniteLossCheck:
             self._refuse(step, tally)
 
     def look(self) -> None:
-        """At all of them, now: nothing is kept that came of a loss nobody has looked at."""
+        """Check all pending losses now, so that no state is saved whose loss was not checked."""
         self._look(0)
 
     def _look(self, lag: int) -> None:

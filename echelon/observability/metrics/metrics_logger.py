@@ -1,4 +1,4 @@
-"""Watch: gathers what each step reports and hands a record to the sinks every few steps."""
+"""``MetricsLogger``: collects the metrics of each step and passes a record to the sinks every few steps."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 class _FinishedStep(NamedTuple):
     """A finished step.
 
-    at:     by the clock that speed is measured with
-    waited: seconds until then in which this rank waited for others
+    time:   wall-clock time of its end, seconds
+    at:     time of its end on the clock that measures speed, seconds
+    waited: total seconds until then in which this rank has waited for other ranks
     """
 
     step: int
@@ -50,7 +51,7 @@ class _FinishedStep(NamedTuple):
 
 
 class MetricsLogger:
-    """Rank 0's eyes; on the other ranks it keeps the clock and that rank's own figures."""
+    """Writes metrics on rank 0; on other ranks it has only the clock and the per-rank file."""
 
     def __init__(self, log: Log, device: torch.device, rank: int) -> None:
         self.clock = make_clock(device)
@@ -60,9 +61,9 @@ class MetricsLogger:
         self._speaks = rank == 0
         self._sinks: list[Sink] | None = None
         self._due: Callable[[], Record] | None = None
-        self._last: _FinishedStep | None = None  # the newest step, as long as no record has it
+        self._last: _FinishedStep | None = None  # the newest step, until a record includes it
         self._steps = 0
-        self._examples: Tensor | float | None = 0.0  # None: of some step nobody has said how many
+        self._examples: Tensor | float | None = 0.0  # None if the number is unknown for some step
         self._since = time.perf_counter()
         self.directory = _directory(log)
         self._figures = _figures(self.directory, rank, device)
@@ -70,20 +71,25 @@ class MetricsLogger:
 
     @property
     def notices(self) -> list[str]:
-        """Lines about what was asked for and cannot be written. A run can do without it."""
+        """Log lines on requested outputs that cannot be written. The run continues without them."""
         if not self._log.tensorboard or not self._speaks or self._event_writer is not None:
             return []
         return ["tensorboard: it is not installed, so no files for it; pip install 'echelon[tensorboard]'"]
 
     def say(self, text: str) -> None:
-        """A line from rank 0, outside the stream of records."""
+        """Print a line on rank 0 that is not part of a record."""
         if self._speaks and self._log.console:
             print(f"echelon: {text}", flush=True)
 
     def foretell(self, seconds: float, memory: float, held: float) -> None:
-        """What a step is to take, and to hold on this device; after some steps, what came is set against it.
+        """Compare the predicted time and memory of a step with measurements after some steps.
 
-        held: bytes of the model that are there already. What it took to find the plan is no part of a step."""
+        Timing restarts here, because the time to find the plan is not part of a step.
+
+        seconds: predicted time of a step
+        memory:  predicted bytes on this device
+        held:    bytes of the model that are allocated already
+        """
         if self._speaks:
             self._foretold = PredictionCheck(seconds, memory, held, self._device)
         self.clock.lap("data")
@@ -91,14 +97,14 @@ class MetricsLogger:
         self._since = time.perf_counter()
 
     def step(self, step: int, loss: Tensor, examples: Tensor | float | None, rate: float, total: int | None) -> None:
-        """Note a finished step; every few of them, write a record. ``examples``: None where they are not known."""
+        """Record a finished step, and write a record every few steps; ``examples`` is None if unknown."""
         if self._due is not None or self._figures is not None:
             self._flush()
         self._steps += 1
         self._last = _FinishedStep(step, loss, rate, total, time.time(), time.perf_counter(), activity.waited)
         if not self._speaks:
             if step % self._every == 0 or step == total:
-                self._take(self._last)  # also where nobody reads it: it would grow
+                self._take(self._last)  # even without a file, because the clock's list would grow
             return
         if self._foretold is not None and (came := self._foretold.step()) is not None:
             self._foretold = None
@@ -112,7 +118,7 @@ class MetricsLogger:
             self._flush()
 
     def _take(self, last: _FinishedStep) -> None:
-        """All since the record before becomes one, which ends with that step."""
+        """Start a record of all steps since the previous record, up to the step ``last``."""
         seconds = functools.cache(self.clock.take())
         if self._figures is not None:
             self._figures.take(last.step, self._steps, seconds, last.waited)
@@ -121,7 +127,7 @@ class MetricsLogger:
         self._steps, self._last = 0, None
 
     def _pending(self, last: _FinishedStep, seconds: Callable[[], Seconds]) -> Callable[[], Record]:
-        """The rest of the record is still on its way through the GPU; it is read at the next step."""
+        """Return a function that completes the record at the next step: the GPU still computes some of its numbers."""
         record: Record = {"step": last.step, "total": last.total, "learning_rate": last.rate, "time": last.time}
         late, steps = DeferredScalar(last.loss), self._steps
         examples = DeferredScalar(self._examples) if isinstance(self._examples, Tensor) else None
@@ -147,14 +153,14 @@ class MetricsLogger:
                 sink.write(record)
 
     def note(self, record: Record) -> None:
-        """A record of another kind (an evaluation) for the files."""
+        """Write a record of another kind, such as an evaluation, to the files."""
         if self._speaks:
             for sink in self._open():
                 if isinstance(sink, JsonLinesSink | TensorBoardSink):
                     sink.write({"time": time.time(), **record})
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Numbers of the script's own: a line, and a record for the files."""
+        """Write the script's own numbers to the console and to the files."""
         found = {name: _number(name, value) for name, value in values.items()} if self._speaks else {}
         if not found:
             return
@@ -163,11 +169,14 @@ class MetricsLogger:
         self.note({"step": step, LOGGED: found})
 
     def close(self, error: BaseException | None = None) -> None:
-        """Steps after the last record are in the files, too; not after an ``error``: the device may never be done."""
+        """Close the sinks, after a record of the steps since the last one.
+
+        After an ``error`` these steps are not written, because the device may never finish.
+        """
         self._flush()
         if self._last is not None and error is None:
             self._take(self._last)
-            self._sinks = self._sinks or self._files()  # no bar that would begin with its end
+            self._sinks = self._sinks or self._files()  # no progress bar that only shows the end
             if self._due is not None:
                 self.note(self._due())
         if self._figures is not None:
@@ -193,12 +202,12 @@ class MetricsLogger:
 
 
 def _number(name: str, value: Any) -> float:
-    """What a script logs under that name; a tensor is waited for."""
+    """Return the value that a script logs as a float; a tensor on a GPU is waited for."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise UsageError(f"log(): '{name}' is a {type(value).__name__}; give numbers, or tensors of one number")
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # an array of many
+    except (TypeError, ValueError, RuntimeError):  # an array of several numbers
         raise UsageError(f"log(): '{name}' is not one number; take its mean, say") from None
 
 
@@ -216,7 +225,7 @@ def _directory(log: Log) -> Path | None:
 
 
 def _figures(directory: Path | None, rank: int, device: torch.device) -> RankFigures | None:
-    from echelon.observability.runlog.rank_log import RankFigures  # it reads what this room keeps, so it comes after it
+    from echelon.observability.runlog.rank_log import RankFigures
 
     return RankFigures(directory, rank, device) if directory is not None else None
 

@@ -1,4 +1,4 @@
-"""What a plan has promised, against what came: time and memory, once, after some steps."""
+"""``PredictionCheck``: compares predicted and measured time and memory of a plan, once, after some steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from echelon.base.formatting import duration, size
 
-#: Steps that are not counted: the first ones allocate, compile, meet and fill caches. And how many are, after those.
+#: Warm-up steps that are not measured (allocation, compilation, connections, caches), and measured steps after them.
 WARM, COUNTED = 5, 15
 
 
@@ -22,7 +22,12 @@ class PredictionOutcome(NamedTuple):
 
 
 class PredictionCheck:
-    """seconds, memory: of a step, and bytes on this device, as predicted; held: bytes of the model already here."""
+    """Compares one prediction with measurements.
+
+    seconds: predicted time of a step
+    memory:  predicted bytes on this device
+    held:    bytes of the model that are allocated already
+    """
 
     def __init__(self, seconds: float, memory: float, held: float, device: torch.device) -> None:
         self._seconds, self._memory, self._device = seconds, memory, device
@@ -31,7 +36,7 @@ class PredictionCheck:
         self._steps, self._begun = 0, 0.0
 
     def step(self) -> PredictionOutcome | None:
-        """Note a step; what came, when enough have been seen."""
+        """Count a step and return the outcome after enough steps, else None."""
         self._steps += 1
         if self._steps == WARM:
             self._begun = _now(self._device)
@@ -62,7 +67,7 @@ def _now(device: torch.device) -> float:
 
 
 def _resident(device: torch.device) -> float:
-    """Bytes that this process holds: on a CPU all it has, of which a model is a part."""
+    """Return the allocated bytes on a GPU; on a CPU the resident bytes of the whole process."""
     if device.type == "cuda":
         return float(torch.cuda.memory_allocated(device))
     with contextlib.suppress(OSError):
@@ -75,7 +80,7 @@ def _forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
 
 
 def _peak(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Voice: what a run says in words, on rank 0's console and among the run's events."""
+"""``RunLogger``: writes the log lines of a run to rank 0's console and to the run's events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RunLogger:
-    """Every rank has one; only where it ``speaks`` is a line noted."""
+    """Log lines of one rank; only the rank that ``speaks`` writes them."""
 
     def __init__(self, watch: MetricsLogger, record: RunLogWriter, speaks: bool) -> None:
         self._watch, self._record, self._speaks = watch, record, speaks
@@ -25,17 +25,17 @@ class RunLogger:
             self._record.event(kind, text)
 
     def announce(self, lines: Iterable[str]) -> None:
-        """What will run: written down with the run, and no event of it."""
+        """Print the startup lines and store them in run.json, not as events."""
         self._record.said = list(lines)
         for line in self._record.said:
             self._watch.say(line)
 
     def saved(self, path: Path) -> None:
-        """A checkpoint is complete: an event, but no line on the console. Perhaps told from a thread."""
+        """Write an event for a complete checkpoint, without a console line; may be called from a thread."""
         if self._speaks:
             self._record.event("saved", f"saved {path}")
 
     def resumed(self, text: str) -> None:
-        """Training goes on from what was left, and what was written down then belongs to this run."""
+        """Log that training was resumed; the existing files in the run directory then belong to this run."""
         self.say(text, "resumed")
         self._record.resumed()

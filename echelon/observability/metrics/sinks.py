@@ -1,4 +1,4 @@
-"""Where records go: a console line, a live bar, JSON lines, TensorBoard. Each takes a record and nothing else."""
+"""Sinks for metrics records: console lines, a progress bar, JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class ConsoleSink:
-    """One plain line a record, for logs and pipes."""
+    """Prints one plain line per record, for logs and pipes."""
 
     def write(self, record: Record) -> None:
         print(summary(record), flush=True)
@@ -30,7 +30,7 @@ class ConsoleSink:
 
 
 class ProgressBarSink:
-    """A live progress bar on the terminal. What the script prints goes above it; the rank's log gets plain lines."""
+    """A progress bar on the terminal. Output of the script appears above it; the rank's log gets plain lines."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -68,7 +68,7 @@ class ProgressBarSink:
 
 
 class JsonLinesSink:
-    """metrics.jsonl: one object a record."""
+    """Writes metrics.jsonl, with one JSON object per record."""
 
     def __init__(self, directory: Path) -> None:
         self._lines = JsonFile(directory / METRICS)
@@ -90,7 +90,7 @@ def find_event_writer() -> Any:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard; needs the `tensorboard` extra."""
+    """Writes event files for TensorBoard; needs the `tensorboard` extra."""
 
     def __init__(self, directory: Path, event_writer: Any) -> None:
         self._writer: Any = event_writer(str(directory / "tensorboard"))
@@ -108,20 +108,20 @@ class TensorBoardSink:
 
 
 def _tee_of(stream: object) -> Any:
-    """The launcher's tee behind a standard stream of rank 0, where there is one."""
+    """Return the launcher's tee behind a standard stream of rank 0, or None."""
     tee = getattr(stream, "buffer", None)
     return tee if hasattr(tee, "show") else None
 
 
 def summary(record: Record) -> str:
-    """``step 120/1400  loss 0.2131  5,120 examples/s  data 1.2 forward 20.1 ... ms``"""
+    """Format a record: ``step 120/1400  loss 0.2131  5,120 examples/s  data 1.2 forward 20.1 ... ms``."""
     total = f"/{record['total']}" if record.get("total") else ""
     phases = " ".join(f"{phase} {record[phase]:.1f}" for phase in PHASES if phase in record)
     return f"step {record['step']}{total}  loss {record['loss']:.4f}  {speed(record)}  {phases} ms"
 
 
 def speed(record: Record) -> str:
-    """In a loop of one's own that does not say of how many samples, steps are all that can be counted."""
+    """Format the speed in examples per second, or in steps per second if the number of examples is unknown."""
     if "examples_per_s" in record:
         return f"{record['examples_per_s']:,.0f} examples/s"
     return f"{record['steps_per_s']:,.1f} steps/s"

@@ -1,4 +1,4 @@
-"""Where the time of a step goes. On a GPU the phases are timed by events on its stream, read once they have passed."""
+"""``StepClock``: times the phases of a step; on a GPU with CUDA events, which are read after they have completed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from echelon.distributed.activity import activity
 
 PHASES = ("data", "forward", "backward", "communicate", "update")
 Seconds = dict[str, float]
-#: Phases after which a GPU is asked which of them are over: some steps' worth, so that most are.
+#: Unread phases after which a GPU's events are queried; several steps' worth, so that most have completed.
 BEHIND = 50
 
 
 class StepClock:
     """Sums the seconds spent in each phase. ``lap(phase)`` ends the phase that began at the previous lap.
 
-    "data" is what passes between two steps: waiting for the next batch, and whatever else the user's loop does.
+    "data" is the time between two steps: waiting for the next batch, and other code of the user's loop.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class StepClock:
         self._last = now
 
     def take(self) -> Callable[[], Seconds]:
-        """What was summed since the last taking, as something to be read later."""
+        """Return a function that reads the seconds per phase since the last ``take``, and start new sums."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return lambda: seconds
 
 
 class CudaStepClock(StepClock):
-    """The same on a GPU: the host runs ahead of the device, so its own time would tell nothing."""
+    """A ``StepClock`` for a GPU: it uses events, because the host runs ahead of the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class CudaStepClock(StepClock):
             self._count_work()
 
     def _count_work(self) -> None:
-        """What the device has done by now, without waiting for it."""
+        """Add the phases that the device has completed to ``activity.busy``, without waiting."""
         while self._unread and self._unread[0][2].query():  # type: ignore[no-untyped-call]
             phase, begin, end = self._unread.popleft()
             activity.busy[phase] += begin.elapsed_time(end) / 1e3

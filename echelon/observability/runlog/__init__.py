@@ -1,4 +1,4 @@
-"""What a run writes down beside its metrics, and reading it back: ``read(DIR) -> Run``."""
+"""The run log: files that a run writes besides its metrics, and ``read(DIR) -> Run`` to read them."""
 
 from echelon.observability.runlog.run_metadata import Footprint, RunMetadata
 from echelon.observability.runlog.run_reader import EventRecord, Run, read

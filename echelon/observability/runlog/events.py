@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run, from its ranks and its launcher, each line one write."""
+"""Writes events.jsonl, the events of a run from its ranks and its launcher; each line is one write."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Kind = Literal["warning", "stall", "restart", "saved", "resumed", "failed", "end
 
 
 def note_event(directory: Path | None, kind: Kind, text: str, rank: int | None = None) -> None:
-    """Write it down, where there is a place for it."""
+    """Append an event to the directory's events.jsonl; do nothing if ``directory`` is None."""
     if directory is None:
         return
-    file = JsonLinesFile(directory / EVENTS)  # opened anew: events are rare, and a directory may come and go
+    file = JsonLinesFile(directory / EVENTS)  # opened each time: events are rare, and the directory may change
     file.write({"time": time.time(), "kind": kind, "rank": rank, "text": text})
     file.close()
 
 
 def note_beside(kind: Kind, text: str, rank: int | None = None) -> None:
-    """From a launcher: where a run is being written down. A job that trains nothing leaves nothing."""
+    """Append an event of the launcher if the directory has a run log; a job that does not train writes nothing."""
     directory = given_directory()
     if directory is not None and (directory / RUN).is_file():
         note_event(directory, kind, text, rank)

@@ -1,6 +1,6 @@
-"""The files of a run's directory: their names, and writing to them in a way that never ends the training.
+"""Names of the files in a run's directory, and writers that never end the training.
 
-A full disk or a directory that is gone costs the record, not the run: one line says so, and from then on nothing does.
+With a full disk or a missing directory the record is lost, but the run continues; one warning per directory is printed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from echelon.base.environment import LOG_DIR, RECORD_DIR
 from echelon.observability.runlog.run_directory import note_elsewhere
 
 RUN, METRICS, EVENTS, MEMORY = "run.json", "metrics.jsonl", "events.jsonl", "memory.json"
-LOGGED = "logged"  #: among the metrics, what a script has logged itself
+LOGGED = "logged"  #: key of the numbers that a script has logged itself
 
 _settled: Path | None = None
-_warned: set[Path] = set()  # directories of which this process has said that it cannot write there
+_warned: set[Path] = set()  # directories for which this process has printed a warning
 
 
 def rank_file(rank: int) -> str:
@@ -30,19 +30,19 @@ def server_file(server: int) -> str:
 
 
 def memory_file(rank: int) -> str:
-    """What one rank really held; memory.json is what was reckoned for all."""
+    """Return the name of the file with the measured memory of a rank; memory.json has the estimate for all ranks."""
     return f"memory-{rank}.json"
 
 
 def is_record(name: str) -> bool:
-    """Whether a file of this name is one that a run writes down for itself, apart from its metrics."""
+    """Return True if a run writes a file of this name, apart from its metrics."""
     numbered = name.endswith(".jsonl") and name.startswith(("rank-", "server-"))
     numbered |= name.endswith(".json") and name.startswith("memory-")
     return name in (RUN, EVENTS, MEMORY) or numbered
 
 
 def set_run_directory(directory: Path) -> None:
-    """What has no engine at hand writes there, too."""
+    """Set the run directory of this process, for code without access to the engine."""
     global _settled  # noqa: PLW0603 - a process belongs to one run
     _settled = directory
     if logs := os.environ.get(LOG_DIR):
@@ -50,24 +50,26 @@ def set_run_directory(directory: Path) -> None:
 
 
 def given_directory() -> Path | None:
-    """Where an engine of this process writes, or else where the surroundings say; None: nowhere."""
+    """Return the run directory of this process's engine, else the launcher's; None if there is none."""
     return _settled or launcher_run_directory()
 
 
 def launcher_run_directory() -> Path | None:
-    """Where the launcher says that a run is to be written down."""
+    """Return the run directory from the launcher's environment variables, or None."""
     name = os.environ.get(RECORD_DIR) or os.environ.get(LOG_DIR)
     return Path(name) if name else None
 
 
 class JsonLinesFile:
-    """A file of JSON objects, one a line. Each line is one write at the file's end, so that several processes can share
-    it and a reader meets whole lines, but for the last."""
+    """A file with one JSON object per line.
+
+    Each line is one append, so that several processes can share the file, and only its last line may be incomplete.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
-        self._cut = False  # the last line did not get out whole
+        self._cut = False  # True if the last line was not written completely
 
     def write(self, record: dict[str, Any]) -> None:
         line = ("\n" if self._cut else "") + json.dumps(record, separators=(",", ":"), default=str) + "\n"
@@ -86,7 +88,7 @@ class JsonLinesFile:
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """Write a JSON file aside, then give it its name: a reader meets the old one or the new one."""
+    """Write a JSON file under another name and rename it, so that a reader sees the old or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
@@ -96,7 +98,7 @@ def write_whole(path: Path, value: Any) -> None:
         try:
             aside.unlink(missing_ok=True)
         except OSError:
-            return  # then it stays; there is nobody to tell
+            return  # the temporary file stays; the warning is already printed
 
 
 def warn(path: Path, error: OSError) -> None:

@@ -1,6 +1,6 @@
-"""What a rank of a run really holds: its tensors, and on a GPU the allocator's peak.
+"""Measures the memory of a rank: the bytes of its tensors, and on a GPU the allocator's peak.
 
-What autograd kept is not told apart from what computing needed: both are the rest of the peak.
+Saved activations and temporary buffers are not distinguished: both are the rest of the peak.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from echelon.plan.fake_forward import is_placeholder
 if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
 
-#: Of a whole model, a row for each of so many modules at most: of large ones only those that hold most.
+#: Most modules with a row of their own; in larger models only the modules with the most memory have one.
 ROWS = 200
 
 
 def write_measured_memory(engine: EngineView, directory: Path) -> None:
-    """Write down what this rank holds, beside the run's other files."""
+    """Write the memory of this rank into the run's directory."""
     holdings, device = engine.holdings, engine.world.device
     if holdings is None:
         return
@@ -39,7 +39,10 @@ def write_measured_memory(engine: EngineView, directory: Path) -> None:
 def measured(
     holdings: LocalState, optimizers: Iterable[torch.optim.Optimizer], peak: int | None, rank: int = 0, place: str = ""
 ) -> Footprint:
-    """``peak``: bytes that were allocated at most; None: only what is there between two steps is known."""
+    """Return the footprint of a rank.
+
+    peak: peak of allocated bytes; None if only the memory between two steps is known
+    """
     rows = _rows(holdings, {p: state for optimizer in optimizers for p, state in optimizer.state.items()})
     kinds = {kind: sum(getattr(row, kind) for row in rows) for kind in ("parameters", "gradients", "optimizer")}
     buffers = sum(row.buffers for row in rows)
@@ -58,7 +61,7 @@ def measured(
 
 
 def _rows(holdings: LocalState, states: Mapping[Tensor, Mapping[str, object]]) -> list[ModuleBytes]:
-    names = {id(parameter): name for name, parameter in local_parameters(holdings.model).items()}  # tied ones once
+    names = {id(parameter): name for name, parameter in local_parameters(holdings.model).items()}  # tied weights once
     rows = []
     for name, module in holdings.model.named_modules():
         own = [p for p in module._parameters.values() if p is not None and names.pop(id(p), None) is not None]
@@ -75,13 +78,16 @@ def _rows(holdings: LocalState, states: Mapping[Tensor, Mapping[str, object]]) -
 
 
 def _held(holdings: LocalState, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """What optimizers step on in place of each: itself, or this rank's shard of it."""
+    """Yield for each parameter the tensor that optimizers update: the parameter, or this rank's shard of it."""
     names = {id(parameter): name for name, parameter in holdings.model.named_parameters()}
     return (holdings.parameters.get(names[id(parameter)], parameter) for parameter in parameters)
 
 
 def _memory(parameter: nn.Parameter, shard: nn.Parameter) -> Iterator[Tensor]:
-    """Of the two, what has memory of its own: a shard may be a view, and a parameter that is away one number."""
+    """Yield those of the two that have memory of their own.
+
+    A shard may be a view of the parameter, and a parameter that is not gathered has the memory of one number.
+    """
     storage = parameter.untyped_storage()
     if storage.nbytes() >= _bytes(parameter):
         yield parameter

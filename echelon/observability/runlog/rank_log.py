@@ -1,4 +1,4 @@
-"""rank-N.jsonl: where one rank's steps went, how long it waited for others, and what memory it holds."""
+"""Writes rank-N.jsonl: the phase times of one rank, its wait for other ranks, and its memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.observability.runlog.log_files import JsonLinesFile, rank_file
 
 
 class RankFigures:
-    """One rank's own file. Figures are taken without waiting for the device, and written when they have come."""
+    """One rank's file. Numbers are taken without waiting for the device and written once they are available."""
 
     def __init__(self, directory: Path, rank: int, device: torch.device) -> None:
         self._lines = JsonLinesFile(directory / rank_file(rank))
@@ -24,8 +24,11 @@ class RankFigures:
         self._due: Callable[[], dict[str, Any]] | None = None
 
     def take(self, step: int, steps: int, seconds: Callable[[], dict[str, float]], until: float) -> None:
-        """Note ``steps`` steps up to this one. ``seconds``: what each phase took, read later. ``until``: what
-        ``activity.waited`` was at its end."""
+        """Record ``steps`` steps up to ``step``.
+
+        seconds: returns the seconds per phase; called later
+        until:   value of ``activity.waited`` at the end of the step
+        """
         self.flush()
         waited, self._waited = until - self._waited, until
         now, (memory, peak) = time.time(), held(self._device)
@@ -50,8 +53,8 @@ class RankFigures:
 
 
 def held(device: torch.device) -> tuple[int | None, int | None]:
-    """Bytes now and at most so far: of the device on a GPU, of the whole process on a CPU."""
-    if device.type == "cuda":  # the allocator's own counts, asked once: memory_allocated() alone sorts all of them
+    """Return current and peak bytes: of the device on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":  # one query of the allocator, because memory_allocated() alone sorts all its counters
         counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
         allocated = counts.get("allocated_bytes", {}).get("all", {})
         return allocated.get("current"), allocated.get("peak")

@@ -1,4 +1,4 @@
-"""Where ranks stand, in words: ``stage 0, split 1 of 2``; ``ranks 0-3 and 8``."""
+"""Text for mesh coordinates and rank lists: ``stage 0, split 1 of 2``; ``ranks 0-7``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 
 
 def place_in_words(at: Mapping[str, int], mesh: Mapping[str, int], stages: int) -> str:
-    """``at``: indices along the axes of a mesh with so many stages; empty where all ranks hold whole models."""
+    """Return text for mesh coordinates; it is empty if all ranks hold whole models.
+
+    at:     indices along the axes of the mesh
+    stages: number of pipeline stages
+    """
     own = range(at["stage"], stages, mesh.get("stage", 1))
     staged = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))}" if mesh.get("stage", 1) > 1 else ""
     split = f"split {at['split']} of {mesh['split']}" if mesh.get("split", 1) > 1 else ""
@@ -15,7 +19,7 @@ def place_in_words(at: Mapping[str, int], mesh: Mapping[str, int], stages: int) 
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-7``, ``ranks 0-6 by 2``"""
+    """Return text for ranks, such as ``rank 3``, ``ranks 0 and 2``, ``ranks 0-7`` or ``ranks 0-6 by 2``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     step = ranks[1] - ranks[0]

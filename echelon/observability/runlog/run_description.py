@@ -1,4 +1,4 @@
-"""The contents of run.json: who trains what, by which plan and settings, and what was foretold of it."""
+"""Collects the contents of run.json: ranks, model, plan, settings and predictions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
     from echelon.plan.saved_plan import SavedPrediction
 
-#: Variables that change how a run behaves; and words in a name that mean its value is nobody's business.
+#: Prefixes of environment variables that change how a run behaves, and parts of names whose values are secret.
 _TELLING = ("NCCL_", "GLOO_", "ECHELON_", "TORCH_", "PYTORCH_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_")
 _SECRET = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
 
 
 def own_facts(engine: EngineView) -> JSON:
-    """What the other ranks are told of this one."""
+    """Return the facts of this rank, which are gathered on all ranks."""
     world = engine.world
     return {
         "rank": engine.worker,
@@ -41,7 +41,7 @@ def own_facts(engine: EngineView) -> JSON:
 
 
 def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
-    """All of run.json but its times, its settings and what was said."""
+    """Return all of run.json except times, settings and startup lines."""
     plan, found = engine.plan, engine.found
     predicted = None if found is None else found.predicted
     return {
@@ -64,7 +64,7 @@ def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
 
 
 def strategy_settings(asked: Strategy) -> dict[str, tuple[Any, str]]:
-    """Every option of a strategy: what the script asked for, and what is so because it did not."""
+    """Return every option of a strategy with its value and its origin: ``script`` or ``default``."""
     given, usual = asked.to_dict(), Strategy()
     return {
         name: (given[name], "script") if name in given else (_plain(getattr(usual, name)), "default")
@@ -81,7 +81,7 @@ def relevant_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown_command(words: Sequence[str]) -> list[str]:
-    """The script and its words, without values that are nobody's business."""
+    """Return the script and its command-line arguments, with secret values replaced by ``...``."""
     shown: list[str] = []
     hide = False
     for word in words:
@@ -97,7 +97,7 @@ def parameter_bytes(plan: Plan) -> int:
 
 
 def shown_plan(plan: Plan) -> JSON:
-    """The plan, with numbers in place of the lists that are as long as the model."""
+    """Return the plan as JSON, with counts in place of the lists of parameters."""
     plain = dataclasses.asdict(plan)
     for name in ("model", "stages"):
         plain.pop(name)
@@ -108,7 +108,7 @@ def shown_plan(plan: Plan) -> JSON:
 
 
 def stages_of(plan: Plan, ranks: Sequence[JSON]) -> list[JSON]:
-    """One for each stage that a pipeline has been cut into; a stage axis of P ranks has stage s at place s modulo P."""
+    """Return the stages of a pipeline; on a stage axis of P ranks, stage s is at place s modulo P."""
     if plan.stages is None:
         return []
     places, sizes = plan.mesh.get("stage", 1), {parameter.name: numel(parameter) for parameter in plan.model}

@@ -1,4 +1,4 @@
-"""A run's directory as commands are given it, and where a run has written instead."""
+"""Finds a run's directory for commands, and the directory that a run has written to instead."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.tolerant_json import json_file
 
-#: In the launcher's log directory: where the run has written what it recorded, when that is another directory.
+#: File in the launcher's log directory that names the directory of the run log, if that is another one.
 ELSEWHERE = "elsewhere.json"
 
 
 def existing_directory(directory: str | Path) -> Path:
-    """Return the directory that a user has named, or refuse it in one line."""
+    """Return the directory as a path. Raises ``UsageError`` if it is not a directory."""
     place = Path(directory)
     if not place.is_dir():
         is_ = "is a file" if place.exists() else "does not exist"
@@ -23,7 +23,7 @@ def existing_directory(directory: str | Path) -> Path:
 
 
 def note_elsewhere(logs: Path, records: Path) -> None:
-    """Leave in the launcher's directory a note on where this run's records are; never an end of the training."""
+    """Write the directory of this run's log into the launcher's directory; a failure does not end the training."""
     from echelon.observability.runlog.log_files import write_whole
 
     if os.environ.get("RANK", "0") != "0":
@@ -36,6 +36,6 @@ def note_elsewhere(logs: Path, records: Path) -> None:
 
 
 def records_elsewhere(directory: str | Path) -> str | None:
-    """Return the directory that the run whose logs lie here has written to, where it is another one and still there."""
+    """Return the other directory that the run of this launcher log has written to, if it still exists, else None."""
     found = (json_file(Path(directory) / ELSEWHERE) or {}).get("records")
     return found if isinstance(found, str) and Path(found).is_dir() else None

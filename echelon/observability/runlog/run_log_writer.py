@@ -1,4 +1,4 @@
-"""Recorder: one engine's word on what it runs (run.json) and on what happens to it (events.jsonl)."""
+"""``RunLogWriter``: writes an engine's run.json and its events."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from echelon.observability.runlog.tolerant_json import JSON, json_file, number, 
 if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
 
-#: When this process began to write into a directory: all of its engines there belong to one attempt.
+#: Time at which this process first wrote into a directory; all its engines there belong to one attempt.
 _started: dict[Path, float] = {}
 
 
 class RunLogWriter:
-    """Writes nothing where ``directory`` is None, and run.json on rank 0 only."""
+    """Writes run.json (rank 0 only) and events; writes nothing if ``directory`` is None."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
         self._directory, self._rank = directory, rank
         if directory is not None:
             set_run_directory(directory)
             _started.setdefault(directory, time.time())
-        self.said: Sequence[str] = ()  #: what was said of the plan at the start
+        self.said: Sequence[str] = ()  #: startup lines
         self._settings: list[JSON] = []
-        self._ranks: list[JSON] | None = None  # until the plan is begun
+        self._ranks: list[JSON] | None = None  # None until ``begun``
         self._facts: JSON = {}
         self._earlier: JSON | None = None
         self._goes_on = whole_number(os.environ, RESTART_COUNT, 0) + whole_number(os.environ, RESTARTS, 0) > 0
@@ -41,17 +41,17 @@ class RunLogWriter:
         return self._directory
 
     def event(self, kind: Kind, text: str) -> None:
-        """What only one rank is to say, only that one calls."""
+        """Write an event of this rank; an event of the whole job must be written by one rank only."""
         note_event(self._directory, kind, text, self._rank)
 
     def settings(self, values: Mapping[str, tuple[Any, str]]) -> None:
-        """What was asked of the run, by name, with who asked for it; what is said later counts."""
+        """Add settings of the run as ``name: (value, origin)``; later values replace earlier ones."""
         self._settings = [one for one in self._settings if one["name"] not in values]
         self._settings += [{"name": name, "value": value, "origin": by} for name, (value, by) in values.items()]
         self._write()
 
     def begun(self, engine: EngineView) -> None:
-        """A plan is gone by. All ranks call it, and tell each other, once, where they are."""
+        """Write run.json when a plan becomes active. All ranks call it; it gathers each rank's host and device."""
         from echelon.observability.runlog.run_description import facts_of, own_facts
 
         own, control = own_facts(engine), engine.world.control
@@ -63,7 +63,7 @@ class RunLogWriter:
             self._write()
 
     def assembled(self, engine: EngineView) -> None:
-        """A pipeline's stages are known only with its first batch."""
+        """Write run.json again after the model is parallelized: a pipeline's stages are known only then."""
         if self._ranks is not None and self._writes:
             from echelon.observability.runlog.run_description import facts_of
 
@@ -71,13 +71,13 @@ class RunLogWriter:
             self._write()
 
     def resumed(self) -> None:
-        """Training goes on from what an earlier process left: what that one wrote down belongs to the run."""
+        """Record that training resumed from an earlier process, whose files then belong to this run."""
         if not self._goes_on:
             self._goes_on = True
             self._write()
 
     def closed(self, engine: EngineView, error: BaseException | None = None) -> None:
-        """The engine trains no more; the launcher, where it is ours, says the rest."""
+        """Write the measured memory and the final event; failures under ``echelon run`` are left to the launcher."""
         if error is None and self._directory is not None and engine.steps:
             from echelon.observability.runlog.measured_memory import write_measured_memory
 
@@ -101,7 +101,7 @@ class RunLogWriter:
         write_whole(self._directory / RUN, {"format": 1, **self._facts, **times, **told})
 
     def _attempt(self) -> tuple[float, float, int]:
-        """When this attempt was started, when the first one was, and how many there were before."""
+        """Return the start times of this attempt and of the first one, and the number of earlier attempts."""
         assert self._directory is not None
         earlier, started = self._earlier or {}, _started[self._directory]
         if number(earlier, "started") is None or not self._goes_on:

@@ -1,4 +1,4 @@
-"""What run.json and memory.json say, as types: who trains what, by which plan, with which settings."""
+"""Typed contents of run.json and memory.json: ranks, model, plan, settings and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class WorldMetadata:
 
 @dataclass(frozen=True)
 class RankMetadata:
-    """at: its place along the axes of the mesh; memory: bytes that its device has"""
+    """One rank of a run.
+
+    memory: bytes of memory of its device; None if unknown
+    at:     indices along the axes of the mesh
+    """
 
     rank: int
     host: str
@@ -43,7 +47,11 @@ class RankMetadata:
 
 @dataclass(frozen=True)
 class StageMetadata:
-    """units: the modules that it runs; parameters: how many numbers they have"""
+    """One stage of a pipeline.
+
+    units:      modules of the stage
+    parameters: number of elements in its parameters
+    """
 
     stage: int
     ranks: tuple[int, ...]
@@ -66,7 +74,10 @@ class SettingMetadata:
 
 @dataclass(frozen=True)
 class PredictedAction:
-    """One action of a pipeline's schedule as predicted, in seconds from the step's beginning. kind: F, B, I or W"""
+    """One predicted action of a pipeline's schedule; times are seconds from the start of the step.
+
+    kind: F, B, I or W
+    """
 
     rank: int
     kind: str
@@ -78,7 +89,13 @@ class PredictedAction:
 
 @dataclass(frozen=True)
 class PredictionMetadata:
-    """memory: bytes by kind, one for each place along the stage axis"""
+    """The planner's prediction.
+
+    seconds: time of a step
+    parts:   seconds of a step by part
+    memory:  bytes by kind, for each place along the stage axis
+    events:  actions of the pipeline's schedule
+    """
 
     seconds: float
     parts: dict[str, float]
@@ -88,7 +105,11 @@ class PredictionMetadata:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """run.json. began: when the first attempt was started, started: when this one was."""
+    """The contents of run.json.
+
+    started: start time of this attempt, seconds since the epoch
+    began:   start time of the first attempt, seconds since the epoch
+    """
 
     echelon: str
     torch: str
@@ -114,11 +135,11 @@ class RunMetadata:
 
     @property
     def is_zoo(self) -> bool:
-        """Whether ``echelon train`` has started it: the script is Echelon's own then, and says nothing."""
+        """True if ``echelon train`` has started the run; its script is then Echelon's own."""
         return Path(self.script).parts[-4:] == ("echelon", "zoo", "train", "run.py")
 
     def value(self, name: str) -> Any:
-        """Of a setting; None where there is none of that name."""
+        """Return the value of a setting; None if there is no setting of that name."""
         return next((each.value for each in self.settings if each.name == name), None)
 
     @classmethod
@@ -218,13 +239,13 @@ def _span(plain: Any) -> PredictedAction | None:
         return None
 
 
-#: The moment of what was measured where no allocator notes a peak.
+#: ``Footprint.moment`` of measurements without an allocator's peak.
 BETWEEN = "between two steps"
 
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """What a module holds itself, without those inside it that have a line of their own."""
+    """Bytes of a module, without those of submodules that have a row of their own."""
 
     name: str
     parameters: int
@@ -236,7 +257,11 @@ class ModuleBytes:
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """what: the means; bytes: how much lower the peak would be"""
+    """A possible saving of memory.
+
+    what:  the option that saves it
+    bytes: reduction of the peak
+    """
 
     what: str
     bytes: int
@@ -244,12 +269,12 @@ class MemorySaving:
 
 @dataclass(frozen=True)
 class Footprint:
-    """memory.json: the peak, the moment at which it lies, and what it is made of then.
+    """The contents of memory.json: the peak memory, the moment of the peak, and its composition.
 
-    how:          how it is trained, in words
-    ranks, place: whose it is, and where these stand in the mesh: "stage 0, split 1 of 2"
-    notes:        what it does not tell
-    each:         where ranks hold different things: all of them; this one is that of the fullest
+    how:          description of the training setup
+    ranks, place: ranks of this footprint, and their place in the mesh, such as "stage 0, split 1 of 2"
+    notes:        limitations of the estimate
+    each:         footprints of all ranks if they differ; this one is then the largest
     """
 
     peak: int
@@ -286,7 +311,7 @@ class Footprint:
         )
 
     def to_json(self) -> JSON:
-        """As memory.json has it."""
+        """Return the footprint in the format of memory.json."""
         return {
             "peak": {"bytes": self.peak, "moment": self.moment},
             "kinds": self.kinds,

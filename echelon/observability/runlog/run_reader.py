@@ -1,7 +1,7 @@
-"""What a run has written down, read back: typed, and whatever is missing or damaged left out.
+"""Reads the files of a run into types; missing or damaged parts are skipped.
 
-A run may be killed in the middle of a line, go on from an earlier step after a restart, or still be going on. Where
-steps are there twice, those of the later attempt count.
+A run may have been killed in the middle of a line, have resumed from an earlier step, or still be running. If a step
+appears twice, the record of the later attempt counts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from echelon.observability.runlog.tolerant_json import (
     text,
 )
 
-#: The phases of a step, in the order in which they come (see echelon/observability/metrics/step_clock.py).
+#: The phases of a step in their order (see echelon/observability/metrics/step_clock.py).
 PHASES = ("data", "forward", "backward", "communicate", "update")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A record of metrics.jsonl. ``phases``: milliseconds a step, since the record before.
+    """A record of metrics.jsonl.
 
-    steps_per_s: where it is not known how many examples there were
+    phases:      milliseconds per step in each phase, since the previous record
+    steps_per_s: speed if the number of examples is unknown; None otherwise
     """
 
     step: int
@@ -55,7 +56,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class PredictionRecord:
-    """What the planner promised, and what came."""
+    """Predicted and measured time and memory of a step."""
 
     step: int
     predicted_step_ms: float | None
@@ -66,7 +67,11 @@ class PredictionRecord:
 
 @dataclass(frozen=True)
 class RankStepRecord:
-    """A record of one rank. ``waited``: milliseconds a step in which it waited for others; memory, peak: bytes."""
+    """A record of one rank.
+
+    waited:       milliseconds per step in which the rank waited for others
+    memory, peak: bytes
+    """
 
     step: int
     time: float | None
@@ -78,7 +83,10 @@ class RankStepRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """kind: warning, stall, restart, saved, resumed, failed, ended or notice"""
+    """An event of a run.
+
+    kind: warning, stall, restart, saved, resumed, failed, ended or notice
+    """
 
     time: float
     kind: str
@@ -88,7 +96,10 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """A parameter server at one moment. Counts are since it was started; staleness_*: None where steps are in step."""
+    """The state of a parameter server at one moment. Counts are since its start.
+
+    staleness_*: staleness of updates in steps; None in synchronous mode
+    """
 
     time: float
     rows: dict[str, int]
@@ -103,7 +114,7 @@ class ServerRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """All of a run's directory; each part is empty or None where the file is not there."""
+    """The contents of a run's directory; each part is empty or None if its file is missing."""
 
     directory: Path
     facts: RunMetadata | None
@@ -114,7 +125,7 @@ class Run:
     events: tuple[EventRecord, ...]
     servers: dict[int, tuple[ServerRecord, ...]]
     memory: Footprint | None
-    logged: tuple[EvaluationRecord, ...] = ()  #: by ``engine.log``
+    logged: tuple[EvaluationRecord, ...] = ()  #: numbers that ``engine.log`` has written
 
     @property
     def empty(self) -> bool:
@@ -122,7 +133,7 @@ class Run:
 
 
 def read(directory: str | Path) -> Run:
-    """The run in that directory, as far as it has come."""
+    """Read the run in that directory, which may still be running."""
     place = Path(directory)
     facts = RunMetadata.of(json_file(place / RUN))
     began = facts.began if facts is not None else 0.0
@@ -142,7 +153,7 @@ def read(directory: str | Path) -> Run:
 
 
 def _since(records: list[JSON], began: float) -> list[JSON]:
-    """Without those of earlier runs into the same directory. A record without a time goes with the one before it."""
+    """Drop records of earlier runs in the same directory. A record without a time has the time of the previous one."""
     kept: list[JSON] = []
     then = began
     for record in records:
@@ -156,7 +167,7 @@ Item = TypeVar("Item")
 
 
 def _latest(records: Sequence[Item], step_of: Callable[[Item], int]) -> tuple[Item, ...]:
-    """When steps go back, what was done from there on was done anew."""
+    """Drop records that a later attempt has repeated: when the step goes back, later steps are replaced."""
     kept: list[Item] = []
     for record in records:
         while kept and step_of(kept[-1]) >= step_of(record):
@@ -197,7 +208,7 @@ def _logged(record: JSON) -> EvaluationRecord | None:
 
 
 def _by_step(found: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
-    """What was logged at one step, one call after the other, as one."""
+    """Merge consecutive records that were logged at the same step."""
     kept: list[EvaluationRecord] = []
     for one in found:
         if kept and kept[-1].step == one.step:
@@ -216,7 +227,7 @@ def _foretold(record: JSON) -> PredictionRecord | None:
 
 
 def _held(place: Path, facts: RunMetadata | None) -> Footprint | None:
-    """What ranks wrote down when they ended: that of the fullest, with all of them. Of ranks that took part only."""
+    """Return the largest measured footprint, with those of all ranks of this run; None if there are none."""
     ranks = facts.world.size if facts is not None else 0
     began = facts.began if facts is not None else 0.0
     there = _numbered(place, "memory", "json").items()
@@ -231,7 +242,7 @@ def _held(place: Path, facts: RunMetadata | None) -> Footprint | None:
 def _written_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # removed in this very moment
+    except OSError:  # the file was removed meanwhile
         return 0.0
 
 
@@ -241,7 +252,7 @@ def _numbered(place: Path, kind: str, suffix: str = "jsonl") -> dict[int, Path]:
 
 
 def _ranks(place: Path, began: float, facts: RunMetadata | None) -> dict[int, tuple[RankStepRecord, ...]]:
-    """Of the ranks that took part; files of an earlier, larger job may still lie there."""
+    """Read the records of the ranks of this run; files of an earlier, larger job may still be there."""
     read_ = {rank: _rank_steps(path, began) for rank, path in _numbered(place, "rank").items()}
     return {rank: steps for rank, steps in read_.items() if steps or (facts is not None and rank < facts.world.size)}
 

@@ -1,4 +1,4 @@
-"""JSON that may be damaged, cut or of another version: what can be read of it."""
+"""Reads JSON that may be damaged, truncated or of another version; unreadable parts are skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGEST = 1e100
 
 
 def json_file(path: Path) -> JSON | None:
-    """The object in it; None where there is none."""
+    """Return the JSON object in a file; None if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -20,9 +20,9 @@ def json_file(path: Path) -> JSON | None:
 
 
 def json_lines(path: Path) -> list[JSON]:
-    """The objects of its lines that can be read."""
+    """Return the JSON objects of all readable lines."""
     try:
-        lines = path.read_bytes().splitlines() if path.is_file() else []  # a device would have no end
+        lines = path.read_bytes().splitlines() if path.is_file() else []  # reading a device would not end
     except OSError:
         return []
     return [value for line in lines if (value := _line(line)) is not None]
@@ -37,7 +37,10 @@ def _line(line: bytes) -> JSON | None:
 
 
 def number(record: JSON, name: str) -> float | None:
-    """A finite number under that name; one beyond all measure is damage, and sums of it would be no numbers."""
+    """Return the finite number under that name, else None.
+
+    Numbers beyond ``LARGEST`` count as damaged, because sums of them could overflow.
+    """
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -55,12 +58,12 @@ def text(record: JSON, name: str) -> str:
 
 
 def numbers(record: JSON) -> dict[str, float]:
-    """All of its finite numbers."""
+    """Return all finite numbers of a record."""
     return {name: value for name in record if (value := number(record, name)) is not None}
 
 
 def objects(record: JSON, name: str) -> list[JSON]:
-    """The objects of the list under that name."""
+    """Return the objects of the list under that name."""
     value = record.get(name)
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 

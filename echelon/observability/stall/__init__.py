@@ -1,1 +1,1 @@
-"""Stall detection: where each rank is, which rank is late, and which ranks are slow."""
+"""Stall detection: reports the state of each rank, and finds late and slow ranks."""

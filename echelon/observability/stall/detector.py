@@ -1,6 +1,6 @@
-"""Court: reads what the ranks report, judges, asks late ranks for their stacks, and rules once for each stall.
+"""``StallDetector``: finds late ranks from the reports of all ranks and reports each stall once, with their stacks.
 
-It sits in the launcher of the first host; under other launchers in rank 0.
+It runs in the launcher of the first host; under other launchers it runs in rank 0.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from echelon.observability.stall.rank_status import RankObservation, RankStatus
 from echelon.observability.stall.stall_table import table
 from echelon.observability.stall.stragglers import Stragglers
 
-#: Seconds between two reports of a rank, and between two sittings.
+#: Seconds between two reports of a rank, and between two checks.
 PERIOD = 1.0
-#: A rank that has not reported for so many seconds is lost.
+#: Seconds without a report after which a rank is lost.
 SILENT = 5.0
-#: Seconds for which a finding must hold before it is told, and beyond that, for which a stack is waited for.
+#: Seconds for which a diagnosis must hold before it is reported, and further seconds to wait for stacks.
 CONFIRMED, FOR_STACKS = 2.0, 2.0
-#: A rank works when it uses so much of a core, or reads and writes so many bytes a second.
+#: A rank is working if it uses more than this fraction of a core, or reads and writes more than these bytes per second.
 CPU, BYTES = 0.05, 16384.0
 _LONGEST_STACK = 20_000
 
 
 @dataclass(frozen=True)
 class StallReport:
-    """finding: what was found; table: what all consoles show; culprit: the first of the late ranks"""
+    """The report of one stall.
+
+    finding: diagnosis
+    table:   text for all consoles
+    culprit: first late rank; None if no rank is late
+    """
 
     finding: StallDiagnosis
     table: str
@@ -37,7 +42,7 @@ class StallReport:
 
 
 class _RankLiveness:
-    """When a rank's report last changed, and whether it works."""
+    """The time of a rank's last report, and whether the rank is working."""
 
     def __init__(self) -> None:
         self.status: RankStatus | None = None
@@ -62,12 +67,18 @@ class _RankLiveness:
 
 
 def period(limit: float) -> float:
-    """Whoever is told after a few seconds must be looked at more often."""
+    """Return the seconds between two checks; a short limit needs more frequent checks."""
     return min(PERIOD, limit / 4)
 
 
 class StallDetector:
-    """store: where the ranks report, under ``status/N``; limit: seconds that a rank may be late"""
+    """Finds stalls from the reports of all ranks.
+
+    store: store with the reports of the ranks, under ``status/N``
+    ranks: number of ranks
+    limit: seconds that a rank may be late
+    ends:  True if the caller ends the job after a stall
+    """
 
     def __init__(self, store: Store, ranks: int, limit: float, *, ends: bool) -> None:
         self._store, self._ranks, self._limit, self._ends = store, ranks, limit, ends
@@ -75,14 +86,18 @@ class StallDetector:
         self._heard = {rank: _RankLiveness() for rank in range(ranks)}
         self._stragglers = Stragglers()
         self._sat = 0.0
-        self._finding: StallDiagnosis | None = None  # found, and not yet told
+        self._finding: StallDiagnosis | None = None  # found, but not reported yet
         self._found_at = 0.0
         self._told: tuple[int, ...] | None = None
-        for rank in range(ranks):  # so that all can be read at once, without waiting for those to come
+        for rank in range(ranks):  # so that one call reads all keys without waiting for missing ones
             store.compare_set(f"status/{rank}", "", " ")
 
     def sit(self, now: float, processes: Mapping[int, str]) -> tuple[StallReport | None, list[str]]:
-        """What is to be told now: of a stall, once; and lines on stragglers. ``processes``: states by rank."""
+        """Check all ranks; return a report once per stall, and log lines on stragglers.
+
+        now:       monotonic time, seconds
+        processes: process states by rank, as in proc(5)
+        """
         self._read(now)
         seen = {rank: self._look(rank, now, processes) for rank in range(self._ranks)}
         known = {rank: one.status for rank, one in seen.items() if one.status is not None}
@@ -90,7 +105,7 @@ class StallDetector:
         return self._rule(seen, now), lines
 
     def _read(self, now: float) -> None:
-        if now - self._sat > self._silence:  # we slept ourselves: nobody else is to blame for that
+        if now - self._sat > self._silence:  # this process itself was suspended, so no rank is to blame
             for heard in self._heard.values():
                 heard.at = now
             self._finding = None
@@ -146,7 +161,7 @@ class StallDetector:
 
 
 def log_stall_reports(ruling: StallReport | None, lines: Sequence[str]) -> None:
-    """Write down what was found: by whoever holds court, once."""
+    """Write the stall report and the lines to the run's events; only the process with the detector calls it."""
     if ruling is not None:
         late = ruling.finding.late
         note_beside("stall", ruling.table, late[0] if len(late) == 1 else None)

@@ -1,8 +1,8 @@
-"""Who is late? From what the ranks say of themselves to a finding. Pure: no clock, no store, no process.
+"""Finds the ranks that hold up a job from the reports of all ranks. Pure functions: no clock, no store, no process.
 
-A rank that waits does so for those of its circle that have not come to the same point. Following these from one to the
-next ends at ranks that wait for nobody: they are late. Where it ends at none, ranks wait for one another in a ring, as
-they do when they have made different calls.
+A waiting rank waits for those ranks of its group that have not reached the same call. Following these waits ends at
+ranks that do not wait: they are late. If there are none, ranks wait for each other in a cycle, because they have made
+different calls.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from echelon.observability.stall.rank_status import RankObservation, RankStatus, RankWait, circle_of
 
-#: A forward that the user's script runs, as a call among the engine's own.
+#: Name of a forward pass that user code runs, used like the name of an engine call.
 FORWARD = "forward"
-#: Two ranks in calls that can never meet are told after so many seconds, whatever the limit.
+#: Seconds after which two ranks in calls that never match are reported, even if the limit is longer.
 HOPELESS = 5.0
-#: States of a process, see proc(5), in words. Others say nothing.
+#: Text for process states (see proc(5)); other states tell nothing.
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "D": "waits for a disk"}
 
 Seens = Mapping[int, RankObservation]
@@ -24,10 +24,12 @@ Seens = Mapping[int, RankObservation]
 
 @dataclass(frozen=True)
 class StallDiagnosis:
-    """late:  whose fault it is, as far as can be told; nobody's where all have come and the network is slow
-    cause: a sentence, or several
-    brief: why the first of them is late, in few words
-    works: all of them are at work and may still come
+    """The cause of a stall.
+
+    late:  ranks that cause it, as far as known; empty if all have reached the call and the network is slow
+    cause: one or more sentences
+    brief: short reason why the first of these ranks is late
+    works: True if all of them are working and may still arrive
     """
 
     late: tuple[int, ...]
@@ -37,7 +39,10 @@ class StallDiagnosis:
 
 
 def find_stall(seen: Seens, limit: float) -> StallDiagnosis | None:
-    """What holds the job up, when some rank has waited for ``limit`` seconds; calls that can never meet sooner."""
+    """Return the cause of a stall if a rank has waited for ``limit`` seconds, else None.
+
+    Calls that never match are found after ``HOPELESS`` seconds at the latest.
+    """
     if (mismatch := _mismatch(seen, min(limit, HOPELESS))) is not None:
         return mismatch
     stalled = [rank for rank in sorted(seen) if (wait := seen[rank].wait) and wait.seconds >= limit]
@@ -55,7 +60,7 @@ def find_stall(seen: Seens, limit: float) -> StallDiagnosis | None:
 
 
 def find_missing_ranks(rank: int, seen: Seens) -> list[int]:
-    """The ranks that have not come to where ``rank`` waits."""
+    """Return the ranks that have not reached the call in which ``rank`` waits."""
     wait = seen[rank].wait
     if wait is None:
         return []
@@ -67,7 +72,7 @@ def _has_come(other: RankObservation, wait: RankWait) -> bool:
     if other.status is None or other.status.left:
         return False
     count, theirs = other.status.counts.get(wait.key, 0), other.wait
-    if _out_of_action(other):  # a process that is stopped does not take part in what it waits in
+    if _out_of_action(other):  # a stopped process does not take part in the call that it waits in
         return count > wait.number
     if theirs is not None and theirs.key == wait.key:
         return theirs.number >= wait.number
@@ -75,7 +80,7 @@ def _has_come(other: RankObservation, wait: RankWait) -> bool:
 
 
 def _follow(begin: list[int], seen: Seens) -> list[int]:
-    """All that are waited for, from there on, in the order of ranks."""
+    """Return ``begin`` and all ranks that they wait for, directly or indirectly, in rank order."""
     found, ahead = set(begin), list(begin)
     while ahead:
         rank = ahead.pop()
@@ -87,17 +92,17 @@ def _follow(begin: list[int], seen: Seens) -> list[int]:
 
 
 def _out_of_action(rank: RankObservation) -> bool:
-    """Whatever it said last is no longer so."""
+    """Return True if the rank's last report is no longer valid: it has exited, is stopped or is lost."""
     return rank.status is None or rank.status.left or rank.lost or rank.process in ("T", "t", "Z")
 
 
 def _mismatch(seen: Seens, patience: float) -> StallDiagnosis | None:
-    """Two ranks that each wait in a call the other one has not come to, and will not."""
+    """Find two ranks that each wait in a call that the other one never reaches; None if there are none."""
     waits = {
         rank: wait
         for rank, one in sorted(seen.items())
         if (wait := one.wait) and wait.seconds >= patience and not _out_of_action(one)
-        if rank in circle_of(wait, len(seen))  # a message between two may just take long
+        if rank in circle_of(wait, len(seen))  # a point-to-point message may just be slow
     }
     missing = {rank: set(find_missing_ranks(rank, seen)) for rank in waits}
     for rank, wait in waits.items():
@@ -126,7 +131,7 @@ def _different_calls(one: RankObservation, other: RankObservation) -> StallDiagn
 
 
 def advice(*calls: str) -> str:
-    """Return what to do where ranks make different calls."""
+    """Return the remedy if ranks make different calls."""
     if FORWARD in calls:
         return (
             "batch norm in training mode shares its statistics over all replicas: run this forward on every rank, or "
@@ -136,7 +141,7 @@ def advice(*calls: str) -> str:
 
 
 def where(rank: RankObservation) -> str:
-    """``save()``, ``step 8 (sum of gradients)``."""
+    """Return text for the call that a rank is in, such as ``save()`` or ``step 8 (sum of gradients)``."""
     status = rank.status
     if status is None:
         return "no call that is known"

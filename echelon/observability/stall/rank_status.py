@@ -1,4 +1,4 @@
-"""What a rank says of itself about once a second, as JSON, and what is known of it beside."""
+"""``RankStatus``, the report that a rank sends about once a second, and ``RankObservation``, the detector's view."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 from echelon.distributed.activity import parse_ranks
 
-_LONGEST = 300  # characters of one text: it ends on consoles
+_LONGEST = 300  # most characters of one text, because it is printed on consoles
 
 
 @dataclass(frozen=True)
 class RankWait:
-    """number: the how-manieth wait in this call with these ranks; seconds: for how long now"""
+    """A wait of one rank for others.
+
+    number:  ordinal of this wait among those in the same call with the same ranks
+    seconds: duration so far
+    """
 
     call: str
     what: str
@@ -29,15 +33,18 @@ class RankWait:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank.
+    """The report of one rank.
 
-    beat:   how many reports it has made
-    phase:  what it does, and ``seconds`` since when
-    call:   the engine's call it is in, '' in the user's code
-    counts: by call and ranks, how often it has waited there
-    cpu:    seconds of processor time that it and its children have used; ``io``: bytes read and written
-    busy:   seconds of its own work by phase, in ``steps`` steps; ``alike``: ranks that do the like
-    left:   its script has ended
+    beat:    number of reports so far
+    phase:   current phase
+    seconds: seconds in this phase
+    call:    current engine call; '' in user code
+    counts:  number of waits by call and ranks
+    cpu:     CPU seconds of the process and its children
+    io:      bytes read and written
+    busy:    seconds of the rank's own work by phase, in ``steps`` steps
+    alike:   ranks with equal work
+    left:    True if its script has ended
     """
 
     rank: int
@@ -62,7 +69,7 @@ class RankStatus:
 
     @staticmethod
     def from_json(text: str | bytes) -> RankStatus:
-        """Raises ``ValueError`` for anything that ``to_json`` did not write."""
+        """Parse a report. Raises ``ValueError`` for text that ``to_json`` did not write."""
         try:
             given = json.loads(text)
             wait = given.pop("wait")
@@ -76,11 +83,13 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RankObservation:
-    """A rank as whoever judges sees it.
+    """The stall detector's view of one rank.
 
-    silent:  seconds since its last report; ``lost``: that is too long
-    process: the state of its process as its host sees it (see proc(5)), '' where nobody looked
-    works:   it uses its processor, reads or writes
+    status:  last report; None before the first
+    silent:  seconds since the last report
+    lost:    True if ``silent`` is too long
+    process: state of its process (see proc(5)); '' if unknown
+    works:   True if it uses the CPU, reads or writes
     """
 
     rank: int
@@ -92,7 +101,7 @@ class RankObservation:
 
     @property
     def wait(self) -> RankWait | None:
-        """What it waits in, the time since its report included."""
+        """The wait of the rank, including the time since its report; None if it does not wait."""
         if self.status is None or self.status.left or self.status.wait is None:
             return None
         return replace(self.status.wait, seconds=self.status.wait.seconds + self.silent)
@@ -104,7 +113,7 @@ class RankObservation:
 
 
 def circle_of(wait: RankWait, world_size: int) -> tuple[int, ...]:
-    """The ranks that a wait is for; none where they make no sense."""
+    """Return the ranks of a wait; empty if they cannot be parsed."""
     try:
         return tuple(rank for rank in parse_ranks(wait.ranks, world_size) if 0 <= rank < world_size)
     except ValueError:
@@ -128,7 +137,7 @@ def _well_typed(status: RankStatus) -> bool:
 
 
 def printable(what: Any) -> str:
-    """``str(what)``, fit for one line of a console."""
+    """Return ``str(what)`` as one printable line of limited length."""
     text = " ".join(str(what).split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."

@@ -1,5 +1,7 @@
-"""Reporter: a thread of each rank that tells once a second where the rank is. It has a connection of its own: torch's
-may be waiting for another rank. Without ``echelon run`` rank 0's also judges, and every rank prints what was found.
+"""``StatusReporter``: a thread of each rank that reports the rank's status once a second.
+
+It has a connection of its own, because torch's may be waiting for another rank. Without ``echelon run``, the thread of
+rank 0 also runs the stall detector, and every rank prints its reports.
 """
 
 from __future__ import annotations
@@ -27,18 +29,21 @@ from echelon.observability.stall.rank_status import RankStatus, RankWait, printa
 if TYPE_CHECKING:
     from echelon.distributed.world import World
 
-#: Seconds that a rank may be late, where nobody says.
+#: Default of the seconds that a rank may be late.
 DEFAULT = 60.0
-#: Frames of a stack that are told, from the innermost.
+#: Most frames of a stack in a report, counted from the innermost.
 FRAMES = 30
-#: Where the launcher finds the reports in the store of the ranks.
+#: Key prefix of the reports in the store of the ranks.
 PREFIX = "echelon/watch"
 
 _reporter: StatusReporter | None = None
 
 
 def stall_limit() -> float:
-    """Seconds after which a late rank is told; 0: never."""
+    """Return the seconds after which a late rank is reported; 0 disables stall detection.
+
+    Raises ``UsageError`` if the environment variable is not a valid number.
+    """
     text = os.environ.get(STALL, "")
     try:
         limit = float(text or DEFAULT)
@@ -50,7 +55,7 @@ def stall_limit() -> float:
 
 
 def report(world: World) -> None:
-    """Begin to report, once in a process; nothing where no rank waits for others, or nobody wants to know."""
+    """Start the reporter once per process, unless the job has one rank or stall detection is disabled."""
     global _reporter  # noqa: PLW0603 - a process belongs to one job
     limit = stall_limit()
     if _reporter is None and limit > 0 and world.control is not None:
@@ -60,7 +65,7 @@ def report(world: World) -> None:
 
 
 def stop() -> None:
-    """Say that this rank has left, and report no more."""
+    """Report that this rank has left, and stop the reporter."""
     global _reporter
     reporter, _reporter = _reporter, None
     if reporter is not None:
@@ -75,11 +80,11 @@ class StatusReporter(threading.Thread):
         self._done = threading.Event()
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._beat = 0
-        self._tables = 0  # shown so far
+        self._tables = 0  # number of stall reports printed so far
         self._court: StallDetector | None = None
 
     def stop(self) -> None:
-        """A thread that comes back from torch while Python ends would bring the process down: wait for it."""
+        """Stop the thread and wait for it, because a thread inside torch while Python exits can crash the process."""
         self._done.set()
         self.join(2.0)
 
@@ -97,7 +102,7 @@ class StatusReporter(threading.Thread):
                 if self._done.wait(period(self._limit)):
                     break
             self._publish(store, left=True)
-        except RuntimeError:  # the store is gone, and with it those who would read this
+        except RuntimeError:  # the store is gone, and so are its readers
             pass
 
     def _tell(self, store: Store) -> None:
@@ -150,7 +155,7 @@ def _open(place: RankInfo) -> Store:
     store = TCPStore(
         place.master_addr, place.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    # Under other launchers a store may live on over restarts, and old reports in it.
+    # Under other launchers a store, with old reports in it, may survive restarts.
     attempt = "" if LOG_DIR in os.environ else f"-{os.environ.get(RESTART_COUNT, '0')}"
     return PrefixStore(PREFIX + attempt, store)
 
@@ -163,7 +168,7 @@ def _wait(now: float) -> RankWait | None:
 
 
 def stack_of(thread: int | None) -> str:
-    """Where a thread is, innermost last, without what started the user's script."""
+    """Return the stack of a thread, innermost frame last, without the frames that start the user's script."""
     frame = _within(sys._current_frames().get(thread or 0))
     frames = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []
     while len(frames) > 1 and _starts_scripts(frames[0].filename):
@@ -172,18 +177,18 @@ def stack_of(thread: int | None) -> str:
 
 
 def _within(frame: FrameType | None) -> FrameType | None:
-    """Without our own bookkeeping at the inner end."""
+    """Return the innermost frame outside of ``distributed/activity.py``."""
     while frame is not None and frame.f_code.co_filename.endswith("distributed/activity.py"):
         frame = frame.f_back
     return frame
 
 
 def _starts_scripts(filename: str) -> bool:
-    return "runpy" in filename or filename.endswith(os.path.join("launcher", "worker.py"))
+    return "runpy" in filename or filename.endswith(os.path.join("distributed", "rank_main.py"))
 
 
 def _cpu_of_children(pid: int) -> float:
-    """Processor seconds of processes that read data for this one, say."""
+    """Return the CPU seconds of child processes, such as DataLoader workers."""
     ticks = 0
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -199,7 +204,7 @@ def _cpu_of_children(pid: int) -> float:
 
 
 def _bytes_moved() -> int:
-    """Read and written by this process: a rank that fetches data hardly uses its processor."""
+    """Return the bytes that this process has read and written: a rank that fetches data uses little CPU."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

@@ -1,4 +1,4 @@
-"""The table that every console shows when a rank is late: who is where, and who waits for whom."""
+"""The table that consoles show when a rank is late: the state of each rank, and the ranks it waits for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from echelon.observability.stall.diagnose import Seens, StallDiagnosis, find_mis
 from echelon.observability.stall.rank_status import RankObservation
 
 _HEAD = ("rank", "host", "step", "phase", "waits in", "for", "since")
-#: Larger jobs show the late ranks and the first of those that wait.
+#: Most rows; larger jobs show the late ranks and the first waiting ranks.
 MOST_ROWS = 32
 
 
 def table(seen: Seens, finding: StallDiagnosis, stacks: Mapping[int, str], ending: str) -> str:
-    """Everything that is said of a stall, line by line; ``ending``: what happens now."""
+    """Return the text of a stall report; ``ending`` is its last line, on what happens next."""
     shown = _chosen(seen, finding)
     rows = [_HEAD, *(_row(seen[rank], seen) for rank in shown)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]

@@ -1,4 +1,4 @@
-"""Stragglers: ranks whose own part of a step takes longer than that of the others, window after window."""
+"""``Stragglers``: finds ranks whose own work in a step takes longer than that of other ranks, in several windows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Mapping
 
 from echelon.observability.stall.rank_status import RankStatus
 
-#: A window has at least so many steps of every rank and so many seconds.
+#: Minimum steps of every rank and minimum seconds in a window.
 STEPS, SECONDS = 20, 5.0
-#: So many times the median, in so many windows one after another, is slow.
+#: A rank is slow if it takes this many times the median in this many consecutive windows.
 SLOW, WINDOWS = 1.3, 3
-#: A slow rank is named again after so many seconds.
+#: Seconds after which a slow rank is reported again.
 AGAIN = 600.0
-#: Under a thousandth of a second a step there is nothing worth a word.
+#: Minimum seconds per step; shorter ones (under 1 ms) are not reported.
 LEAST = 1e-3
 _WORK = ("data", "forward", "backward", "update")
 
 
 class Stragglers:
-    """Fed with every rank's reports; says a line when it is time."""
+    """Compares the work of ranks with each other, from the reports of all ranks."""
 
     def __init__(self) -> None:
         self._begin: dict[int, RankStatus] = {}
@@ -28,7 +28,7 @@ class Stragglers:
         self._named: dict[int, float] = {}
 
     def look(self, statuses: Mapping[int, RankStatus], now: float) -> list[str]:
-        """Lines on the ranks that have become slow by now."""
+        """Return log lines on the ranks that have become slow."""
         if not self._begin or set(statuses) != set(self._begin):
             self._begin, self._since = dict(statuses), now
             return []
@@ -55,7 +55,7 @@ class Stragglers:
 
 
 def _circles(statuses: Iterable[RankStatus]) -> list[list[int]]:
-    """Ranks that do the like, where there are at least two of them."""
+    """Return the groups of two or more ranks with equal work."""
     found: dict[str, list[int]] = {}
     for status in statuses:
         found.setdefault(status.alike, []).append(status.rank)
@@ -68,14 +68,14 @@ def _per_step(begin: RankStatus, end: RankStatus) -> dict[str, float]:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """Of two, the quicker: the mean would hide half of the difference."""
+    """Return the low median: of two values the smaller one, because the mean would hide half of the difference."""
     return statistics.median_low(list(values))
 
 
 def _line(status: RankStatus, spent: Mapping[int, Mapping[str, float]], alike: list[int]) -> str:
     own = spent[status.rank]
     times = sum(own.values()) / max(_middle(sum(spent[rank].values()) for rank in alike), 1e-9)
-    share = sum(own.values()) / 20  # phases that hardly matter have wild ratios
+    share = sum(own.values()) / 20  # very short phases have meaningless ratios
     ratios = {
         phase: own[phase] / max(_middle(spent[rank][phase] for rank in alike), 1e-9)
         for phase in _WORK

@@ -1,7 +1,7 @@
-"""Bubbles of a pipeline: what part of the time its ranks were idle, and what part theory says.
+"""Computes the bubble of a pipeline: the share of time in which its ranks were idle, measured and in theory.
 
-Theory is the schedule's simulator with the durations that were measured for each kind of action and stage, and no time
-for messages. ``even`` is the closed form for stages that are all alike.
+The theory is the schedule's simulator with the measured duration of each kind of action and stage, and no time for
+messages. ``even`` is the closed form for equal stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAITS = ("bubble", "wait")
 
 
 class Bubble(NamedTuple):
-    """Shares of the time in which a pipeline is at work."""
+    """The idle shares of the time in which a pipeline runs: measured, simulated, and for equal stages."""
 
     measured: float
     theory: float | None
@@ -35,7 +35,7 @@ class Bubble(NamedTuple):
 
 
 class _Pipeline(NamedTuple):
-    """One step of one pipeline: by rank, its actions and how long each was at work."""
+    """One step of one pipeline: the actions of each rank, each with its busy seconds."""
 
     step: int
     actions: dict[int, list[tuple[Span, float]]]
@@ -53,7 +53,7 @@ class _Pipeline(NamedTuple):
 
 
 def find_bubble(ranks: Sequence[RankTrace]) -> tuple[Bubble | None, Windows]:
-    """The bubble over all pipelines and steps, and when each rank's pipeline was at work in each step."""
+    """Return the bubble over all pipelines and steps, and the time window of each rank's pipeline in each step."""
     pipelines = _pipelines(ranks)
     windows = {(rank, one.step): one.window for one in pipelines for rank in one.actions}
     if not pipelines:
@@ -73,7 +73,7 @@ def _pipelines(ranks: Sequence[RankTrace]) -> list[_Pipeline]:
 
 
 def _actions(ranked: RankTrace) -> dict[int, list[tuple[Span, float]]]:
-    """By step, this rank's actions, each with the seconds in which it did not wait; on a GPU, in which kernels ran."""
+    """Return this rank's actions by step, each with its busy seconds: those without waits, or on a GPU with kernels."""
     waits = union((s.begin, s.end) for s in ranked.spans if s.lane == HOST and s.kind in WAITS)
     device = [s for s in ranked.spans if s.lane == DEVICE and s.kind == "kernel" and "copy" not in s.more]
     kernels = union((span.begin, span.end) for span in device)
@@ -106,7 +106,7 @@ def _simulated(pipeline: _Pipeline, told: Any) -> Simulation | None:
 
 
 def _even(ranks: Sequence[RankTrace]) -> float | None:
-    """(p - 1) / (v m + p - 1) of p ranks, m micro-batches and v stages a rank; zero-bubble has no such form."""
+    """Return (p - 1) / (v m + p - 1) for p ranks, m micro-batches and v stages per rank; None for zero-bubble."""
     about: dict[str, Any] = ranks[0].about
     told: Any = about.get("schedule")
     mesh: Any = about.get("mesh")

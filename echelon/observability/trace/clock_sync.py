@@ -1,8 +1,8 @@
-"""One clock for all ranks: how far each one's clock is from rank 0's, and how surely that is known.
+"""Synchronizes clocks: measures the offset of each rank's clock to rank 0's, with its error.
 
-A rank sends its question, rank 0 answers with its time. If the way there takes as long as the way back, rank 0's clock
-showed that in the middle of the round trip; at worst the answer is wrong by half of it. Of several rounds the quickest
-is taken (Cristian 1989). Asked before and after a recording, the clocks' drift between is known too.
+A rank sends a request, and rank 0 answers with its time. If both ways take equally long, rank 0's clock showed this
+time in the middle of the round trip; the error is at most half of the round trip. The fastest of several rounds is used
+(Cristian 1989). Measurements before and after a trace also give the drift.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from echelon.observability.trace.span_recorder import now
 
-#: Rounds with each rank, and with all of them together at most: rank 0 answers one after the other.
+#: Most rounds with each rank, most rounds in total (rank 0 answers one rank after another), fewest with each rank.
 ROUNDS, ALL_ROUNDS, LEAST = 16, 4096, 3
 
 
 class ClockOffset(NamedTuple):
-    """Rank 0's clock shows ``at + seconds`` when ours shows ``at``, give or take ``error``."""
+    """An offset: rank 0's clock shows ``at + seconds``, plus or minus ``error``, when ours shows ``at``."""
 
     at: float
     seconds: float
@@ -28,7 +28,7 @@ class ClockOffset(NamedTuple):
 
 
 class ClockMapping(NamedTuple):
-    """From this rank's clock to rank 0's, on a straight line through two measured offsets."""
+    """A linear mapping from this rank's clock to rank 0's, through two measured offsets."""
 
     before: ClockOffset
     after: ClockOffset
@@ -39,7 +39,7 @@ class ClockMapping(NamedTuple):
 
     @property
     def drift(self) -> float:
-        """Seconds that rank 0's clock gains in one of ours."""
+        """The seconds that rank 0's clock gains per second of ours; 0 if it is within the error."""
         between = self.after.at - self.before.at
         change = self.after.seconds - self.before.seconds
         return change / between if between > 0 and abs(change) > self.error else 0.0
@@ -49,7 +49,7 @@ class ClockMapping(NamedTuple):
 
 
 def measure(group: dist.ProcessGroup | None, clock: Callable[[], float] = now) -> ClockOffset:
-    """This rank's offset to the first rank of ``group``; all of its ranks call it together."""
+    """Return this rank's offset to the first rank of ``group``; all ranks of the group call it together."""
     if group is None or dist.get_rank(group) == 0:
         if group is not None:
             _answer(group, clock)

@@ -1,12 +1,12 @@
-"""Taps: while steps are recorded, every collective and message notes its bytes and when it was done.
+"""``CommHooks``: record the bytes and times of every collective and message while steps are traced.
 
-The methods of torch's ``ProcessGroup`` are wrapped for that time, which is where all ways to communicate meet. At all
-other times they are torch's own, and nothing is paid.
+During that time the methods of torch's ``ProcessGroup`` are wrapped, because all communication passes through them. At
+all other times they are torch's own, without any cost.
 
-A message takes its name from the wait in which its end is awaited: an all-reduce is the "sum of gradients" there. On
-Gloo its end is when the backend says so; where it does not (messages between two ranks, tensors of a GPU), when the
-wait for it is over. On NCCL the host knows nothing of the end: there the message only lends name and bytes to the
-kernel it launches.
+A message takes its name from the wait for its completion: an all-reduce is the "sum of gradients" there. On Gloo its
+end is the time that the backend reports; if the backend does not (messages between two ranks, tensors on a GPU), it is
+the end of the wait. On NCCL the host does not know the end: there the message only gives its name and bytes to the
+kernel that it launches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.distributed.activity import activity, describe_ranks
 from echelon.observability.trace.span import NETWORK, Span
 from echelon.observability.trace.span_recorder import TraceRecorder, now
 
-#: Methods, and what a message of theirs is called while nobody waits for it. Older torches lack some.
+#: Methods, and the names of their messages before a wait names them. Older versions of torch lack some.
 _CALLS = {
     "allreduce": "all-reduce",
     "broadcast": "broadcast",
@@ -46,7 +46,7 @@ _CALLS = {
 
 
 class CommRecord:
-    """A collective or a message between two ranks, from its beginning until it is done."""
+    """A collective or a message between two ranks, from its start to its completion."""
 
     def __init__(self, call: str, group: dist.ProcessGroup, args: tuple[Any, ...], step: int) -> None:
         self.name, self.step = _CALLS[call], step
@@ -54,10 +54,10 @@ class CommRecord:
         self.ranks, self.on_host = describe_ranks(group), dist.get_backend(group) != "nccl"
         self.begin, self.launched = now(), 0.0
         self.end: float | None = None
-        self.told = False  # whether the backend itself said when it was done
+        self.told = False  # True if the backend itself reported the completion
         self.waited: float | None = None
         self.of, self.at = _ends(call, group, args)
-        self.number = 0  # among those alike
+        self.number = 0  # ordinal among messages with the same ``of`` and ``at``
 
     @property
     def key(self) -> str:
@@ -79,7 +79,7 @@ class CommRecord:
 
 
 def _ends(call: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> tuple[str, str | None]:
-    """What tells a message from others, the same on all ranks that take part; and which end of it is here."""
+    """Return a message identifier that is equal on all its ranks, and ``sender``, ``receiver`` or None for this end."""
     if call not in ("send", "recv"):
         return f"{group.group_name}/{call}", None
     me, peer, tag = group.rank(), args[1], args[2] if len(args) > 2 else 0
@@ -88,7 +88,7 @@ def _ends(call: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> tuple[s
 
 
 class CommHooks:
-    """``open()`` to ``close()``: messages of all threads. What is still under way at the end is left out."""
+    """Records the messages of all threads from ``open()`` to ``close()``. Incomplete messages are left out."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
@@ -101,7 +101,7 @@ class CommHooks:
         group = dist.ProcessGroup
         for call in _CALLS:
             if call in vars(group):
-                self._originals[call] = vars(group)[call]  # getattr would unwrap what makes a method of it
+                self._originals[call] = vars(group)[call]  # getattr would unwrap the descriptor
                 setattr(group, call, self._tapped(call, getattr(group, call)))
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class CommHooks:
         def tapped(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
             try:
                 message = CommRecord(call, group, args, self._recorder.step)
-            except (ValueError, KeyError, RuntimeError):  # a group that torch.distributed does not list
+            except (ValueError, KeyError, RuntimeError):  # torch.distributed does not know this group
                 return original(group, *args, **named)
             with self._lock:
                 self._numbers[message.of, message.at] += 1
@@ -132,15 +132,17 @@ class CommHooks:
 
 
 def _ask_for_its_end(work: Any, message: CommRecord, args: tuple[Any, ...]) -> None:
-    """Have the backend say when it is done, where it can. It cannot for messages between two ranks; and where tensors
-    are on a GPU it would take part in the order of its streams."""
+    """Register a callback for the completion of a message, if the backend supports it.
+
+    It does not for messages between two ranks. For tensors on a GPU the callback would affect stream order.
+    """
     if message.at is None and message.on_host and not any(map(_on_gpu, args)):
         with contextlib.suppress(RuntimeError):
             work.get_future().add_done_callback(lambda _: message.done(told=True))
 
 
 class TracedWork:
-    """Work under way, that notes when it is waited for and by whom."""
+    """Wraps a torch ``Work`` to record the first wait for it and the name of that wait."""
 
     def __init__(self, work: Any, message: CommRecord, here: bool) -> None:
         self._work, self._message, self._here = work, message, here
@@ -153,7 +155,7 @@ class TracedWork:
                 message.name = activity.wait.call
         result = self._work.wait(*args)
         if message.on_host:
-            message.done()  # where the backend has not said so before
+            message.done()  # no effect if the backend has reported the completion before
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -173,5 +175,5 @@ def _bytes(arg: Any) -> int:
 
 
 def spans_of(messages: Iterable[CommRecord]) -> list[Span]:
-    """Of what travelled between hosts' memories, as far as it has arrived."""
+    """Return the spans of completed messages of host backends (not NCCL)."""
     return [span for message in messages if message.on_host and (span := message.span()) is not None]

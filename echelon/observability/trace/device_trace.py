@@ -1,7 +1,7 @@
-"""What a GPU does while steps are recorded: its kernels and copies, as CUPTI has them, on the clock of all spans.
+"""``DeviceTrace``: records a GPU's kernels and copies with CUPTI while steps are traced, on the clock of all spans.
 
-A kernel belongs to the step and the phase in which the host launched it, however much later it runs: the launch and
-the kernel carry the same correlation number. Kernels of NCCL are communication.
+A kernel belongs to the step and the phase in which the host launched it, even if it runs much later: launch and kernel
+have the same correlation number. NCCL kernels count as communication.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from echelon.observability.trace.span import DEVICE, Span
 from echelon.observability.trace.span_recorder import now
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-LONGEST = 120  # of the letters of a kernel's name
+LONGEST = 120  # most characters of a kernel's name
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 class DeviceTrace:
-    """``start`` to ``stop``; both wait until the GPU has nothing to do."""
+    """Records the GPU from ``start`` to ``stop``; both synchronize the device."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
-        self._behind = 0.0  # the clock of all spans, less the time of day
+        self._behind = 0.0  # the clock of all spans minus wall-clock time, seconds
 
     def start(self) -> None:
         torch.cuda.synchronize()
-        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)  # without, torch warns: of cycles
+        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)  # else torch warns of cycles
         self._profile.start()
-        torch.zeros(1, device="cuda").add_(1)  # what the first launch has to set up is none of the first step's time
+        torch.zeros(1, device="cuda").add_(1)  # the setup of the first launch must not count in the first step
         torch.cuda.synchronize()
         self._behind = _behind()
 
     def stop(self) -> list[dict[str, Any]]:
-        """All events, their times on the clock of all spans."""
+        """Stop recording and return all events, with times on the clock of all spans."""
         assert self._profile is not None
         torch.cuda.synchronize()
         behind = (self._behind + _behind()) / 2
@@ -58,7 +58,7 @@ class DeviceTrace:
 
 
 def _behind() -> float:
-    """Read between two looks at the other clock; the quickest of some."""
+    """Return the clock of all spans minus wall-clock time, from the fastest of nine readings."""
     tries = []
     for _ in range(9):
         before, day, after = now(), time.time(), now()
@@ -67,7 +67,7 @@ def _behind() -> float:
 
 
 def events_of(trace: dict[str, Any], behind: float) -> list[dict[str, Any]]:
-    """What the profiler's file tells of launches and of the device; ``begin`` and ``end`` are added."""
+    """Return the launches and device events of a profiler's trace, with ``begin`` and ``end`` added."""
     base = trace.get("baseTimeNanoseconds", 0) / 1e9
     found = []
     for event in trace.get("traceEvents", []):
@@ -80,7 +80,7 @@ def events_of(trace: dict[str, Any], behind: float) -> list[dict[str, Any]]:
 def device_spans(
     events: Iterable[dict[str, Any]], host: Sequence[Span], messages: Sequence[CommRecord] = ()
 ) -> list[Span]:
-    """Kernels and copies, each with the step and phase that launched it; what no phase launched is left out."""
+    """Return spans of kernels and copies with the step and phase that launched them; others are left out."""
     known = list(events)
     launches = {event["args"].get("correlation"): event for event in known if event["cat"] in _LAUNCHES}
     phases = sorted((span for span in host if "phase" in span.more), key=lambda span: span.begin)
@@ -111,7 +111,7 @@ def _span(event: dict[str, Any], phase: Span, message: CommRecord | None) -> Spa
 
 
 def _message(event: dict[str, Any], launch: dict[str, Any], sent: Sequence[CommRecord]) -> CommRecord | None:
-    """The collective during whose call the kernel was launched."""
+    """Return the collective whose call launched the kernel; None if there is none."""
     if "nccl" not in event["name"].lower():
         return None
     at = bisect_right([message.begin for message in sent], launch["begin"]) - 1

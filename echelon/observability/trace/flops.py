@@ -1,9 +1,9 @@
-"""Arithmetic of a step, for MFU: counted in one more forward pass, after the recording, whose result is thrown away.
+"""Counts the FLOPs of a step, for MFU, in an extra forward pass after the trace, whose result is discarded.
 
-A forward pass of the recorded batch is run once with torch's counter and without compiled code, which the counter
-cannot look into. Backward takes twice as many. Random streams and buffers (batch norm) are put back afterwards, so that
-the training goes on as if nothing had been. What a forward pass alone does not show is not counted: pipelines, tables
-on servers, parameters that are fetched layer by layer.
+The forward pass of the recorded batch runs once with torch's FLOP counter, and eagerly, because the counter cannot see
+into compiled code. Backward takes twice as many FLOPs. RNG state and buffers (batch norm) are restored afterwards, so
+that training is not affected. FLOPs are not counted if one forward pass does not show all of them: with pipelines,
+tables on servers, or parameters that are gathered layer by layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
     from echelon.observability.trace.span_recorder import Arguments, TraceRecorder
 
-#: Of a training step, in forward passes: itself, and backward's two.
+#: FLOPs of a training step in forward passes: one for forward, two for backward.
 PASSES = 3
 
 
 class ModelCallHook:
-    """Tells the recorder the arguments of the model's first call from now on. For a loop of the user's own: the engine
-    tells those of its steps, which may be replays of a graph that call no model, and hooks have a call run uncompiled.
+    """Records the arguments of the model's next call, for a loop in user code.
+
+    The engine itself records the arguments of its steps: a CUDA graph replay does not call the model, and a hook makes
+    the call run uncompiled.
     """
 
     def __init__(self, model: nn.Module, recorder: TraceRecorder) -> None:
@@ -43,14 +45,14 @@ class ModelCallHook:
 
 
 def can_count_flops(engine: EngineView) -> bool:
-    """Whether a forward pass of this rank's model is all that it computes in a step."""
+    """Return True if a forward pass of this rank's model on a GPU shows all FLOPs of a step."""
     plan = engine.plan
     fetched = plan.shard is not None and plan.shard.level > 2
     return engine.world.device.type == "cuda" and plan.pipeline is None and engine.served is None and not fetched
 
 
 def count_flops(model: nn.Module, arguments: Arguments, amp: torch.dtype | None, device: torch.device) -> float | None:
-    """Of forward and backward of that call, on this rank; ``None`` where it cannot be told."""
+    """Return the FLOPs of forward and backward of that call on this rank; ``None`` if they cannot be counted."""
     args, named = arguments
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     counter = FlopCounterMode(display=False)
@@ -60,7 +62,7 @@ def count_flops(model: nn.Module, arguments: Arguments, amp: torch.dtype | None,
         plain = torch.compiler.set_stance("force_eager")
         with torch.random.fork_rng(on_gpu), torch.no_grad(), plain, autocast, counter:
             model(*args, **named)
-    except Exception:  # a user's model may do anything in forward; it did so before, and MFU is not worth an end
+    except Exception:  # a user's forward may raise anything in an extra call; MFU is not worth ending the run
         return None
     finally:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Stretches of time as sorted lists of (begin, end) that do not touch: adding up, taking away."""
+"""Set operations on time intervals, given as sorted lists of disjoint (begin, end)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """All of them, overlaps once."""
+    """Return the union of intervals as a sorted list of disjoint intervals."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -19,7 +19,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """What of ``first`` lies outside ``second``; both as ``union`` gives them."""
+    """Return the parts of ``first`` outside ``second``; both must be results of ``union``."""
     taken, found = list(second), []
     at = 0
     for since, end in first:
@@ -38,7 +38,7 @@ def without(first: Iterable[Interval], second: Iterable[Interval]) -> list[Inter
 
 
 def within(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """What lies in both."""
+    """Return the intersection."""
     kept = list(first)
     return without(kept, without(kept, second))
 

@@ -1,7 +1,7 @@
-"""Live: a rank's spans on disk while it records, so that they are there whatever ends the process.
+"""``LiveSpanWriter``: writes a rank's spans to disk during a trace, so that they survive a crash of the process.
 
-Written at the end of each step, in one call that leaves the bytes with the kernel. While a step takes long, a thread
-writes now and then what is new and what the rank is in the middle of: a stall, or the moments before a crash.
+Spans are written at the end of each step, in one system call. During a long step, a thread regularly writes new spans
+and the current activity of the rank, which shows a stall or the moments before a crash.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from echelon.observability.trace.partial_file import now_line, spans_line
 from echelon.observability.trace.span import HOST, KINDS, NETWORK, Span
 from echelon.observability.trace.span_recorder import TraceRecorder, now, wait_span
 
-#: Seconds after which a step that goes on is written down as far as it has come.
+#: Seconds between two writes during a step.
 TICK = 0.2
 
 
 class LiveSpanWriter:
-    """``step()`` after each step; ``end()`` when it was cut short, ``remove()`` when it is whole.
+    """Writes a rank's partial file; call ``step()`` after each step, then ``end()`` if the trace was cut short, or
+    ``remove()`` if it is complete.
 
-    failed: why nothing more is written: a full disk, say. The recording itself goes on in memory.
+    failed: reason why writing has stopped, such as a full disk; the trace itself continues in memory
     """
 
     def __init__(
         self, folder: Path, rank: int, about: dict[str, Any], recorder: TraceRecorder, taps: CommHooks
     ) -> None:
         self._recorder, self._taps = recorder, taps
-        self._noted, self._sent = 0, 0  # how many spans and messages have been looked at
+        self._noted, self._sent = 0, 0  # numbers of spans and messages handled so far
         self._under_way: list[CommRecord] = []
         self._lock, self._over, self._quiet = threading.Lock(), threading.Event(), True
         self.failed: str | None = None
@@ -47,13 +48,18 @@ class LiveSpanWriter:
         threading.Thread(target=self._watch, name="echelon-timeline", daemon=True).start()
 
     def step(self) -> None:
-        """A step is over."""
+        """Write the spans of a finished step."""
         with self._lock:
             self._quiet = False
             self._write(spans_line(self._new()))
 
     def end(self, said: str, lost: bool, more: list[Span]) -> None:
-        """The run is over before the recording is. more: spans that only the end has brought"""
+        """Write the end of a trace that was cut short.
+
+        said: the error that ended the run; "" without one
+        lost: True if another rank was lost
+        more: further spans, known only now
+        """
         with self._lock:
             self._write(spans_line([*self._new(), *more]) + self._now(said, lost))
         self.close()
@@ -63,7 +69,7 @@ class LiveSpanWriter:
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Write no more; what was written stays."""
+        """Stop writing and keep the file."""
         self._over.set()
         with self._lock:
             if self._file is not None:
@@ -88,7 +94,7 @@ class LiveSpanWriter:
             self._file = None
 
     def _new(self) -> list[Span]:
-        """What has come since the last look. Other threads may add to it meanwhile."""
+        """Return the spans since the last call. Other threads may add spans at the same time."""
         spans = self._recorder.spans[self._noted :]
         messages = self._taps.messages[self._sent :]
         self._noted, self._sent = self._noted + len(spans), self._sent + len(messages)

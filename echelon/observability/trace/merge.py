@@ -1,4 +1,4 @@
-"""From the ranks' files to one trace and one summary."""
+"""Merges the ranks' files into one trace and one summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from echelon.observability.trace.truncated import find_earlier_parts, find_trunc
 
 
 def merge(folder: Path, *, keep: bool = True) -> Summary:
-    """Read the ranks' files; ``keep``: write the trace and the summary beside them, unless ranks are still at it."""
+    """Return the summary of the ranks' files.
+
+    keep: True (default) to write trace and summary next to them, unless ranks are still recording
+    """
     ranks = on_one_clock(trace_files.read(folder))
     cut = find_truncation(ranks, folder)
     figures = {**summarize([whole_steps(ranked) for ranked in ranks], read_flops(folder.parent)), "cut": cut}
@@ -30,7 +33,7 @@ def merge(folder: Path, *, keep: bool = True) -> Summary:
 
 
 def whole_steps(ranked: RankTrace) -> RankTrace:
-    """Without the step that was cut: as one of many it would pass for a quick one."""
+    """Drop an incomplete last step, which would count as a fast one."""
     if ranked.ending is None:
         return ranked
     last = last_whole_step(ranked.spans)
@@ -38,7 +41,7 @@ def whole_steps(ranked: RankTrace) -> RankTrace:
 
 
 def on_one_clock(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Ranks that could not compare their clocks, on different hosts, have the time of day in common."""
+    """Shift ranks of other hosts to the first rank's clock by wall-clock time if their clock offsets are unknown."""
     if not ranks:
         return []
     first = ranks[0]

@@ -1,8 +1,8 @@
-"""``rank-N.jsonl.part``: what a rank has recorded so far, as it writes it down while it records.
+"""Format of ``rank-N.jsonl.part``, the file that a rank writes during a trace.
 
-First the line about the rank, as in the whole file. Then at the end of each step one line with its spans, each an array
-of a span's fields, on the rank's own clock: a fifth of the time that objects take. A line that is an object tells what
-the rank is in the middle of. The last line may be cut anywhere.
+The first line describes the rank, as in the complete file. Then each step has one line with its spans, on the rank's
+own clock. Each span is an array of its fields, which takes a fifth of the time of objects. A line that is an object
+describes the current activity of the rank. The last line may be truncated.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from echelon.observability.trace.span import Span, span_of
 
 
 class TraceTruncation(NamedTuple):
-    """The end of a recording that was cut short.
+    """The end of a trace that was cut short.
 
-    at:    the last moment that is known of the rank, on the clock of all
-    doing: what it was in the middle of: the phase first, then what it waited for inside it
-    said:  its own word on the end, "" where the run was simply over; None: it had no time for one
-    lost:  it ended because another rank was gone
+    at:    time of the rank's last sign of life, on the common clock
+    doing: unfinished spans: the phase first, then the waits inside it
+    said:  the rank's last message; "" if the run simply ended; None if the rank could not write one
+    lost:  True if it ended because another rank was lost
     """
 
     at: float
@@ -51,16 +51,16 @@ def _row(span: Span) -> tuple[Any, ...]:
 
 
 def read_part(about: dict[str, Any], lines: Iterable[Any]) -> tuple[list[Span], TraceTruncation]:
-    """The spans and the end of what the parsed ``lines`` tell, on the clock of all; what is no such line is left out.
+    """Return the spans and the end of a partial file on the common clock; other ``lines`` are skipped.
 
-    What was under way at the end is among the spans, as far as it had come.
+    Unfinished spans are included, up to the last known time.
     """
     spans: list[Span] = []
     last: dict[str, Any] = {}
     for line in lines:
         if isinstance(line, list):
             spans += _spans(line)
-            last = {}  # it has gone on since
+            last = {}  # the rank has continued since then
         elif isinstance(line, dict) and isinstance(line.get("at"), float):
             last = line
     cut = [span._replace(more={**span.more, "cut": True}) for span in _spans(last.get("under_way"))]
@@ -87,5 +87,5 @@ def _span(row: Any) -> Span | None:
 
 
 def last_whole_step(spans: Sequence[Span]) -> int | None:
-    """Of those recorded: the update is a step's last phase."""
+    """Return the last complete step, whose update was recorded; None if there is none."""
     return max((span.step for span in spans if span.name == "update" and "phase" in span.more), default=None)

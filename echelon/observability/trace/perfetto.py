@@ -1,7 +1,7 @@
-"""One trace of all ranks for Perfetto and chrome://tracing: a process for each rank, a thread for each lane.
+"""Exports one trace of all ranks for Perfetto and chrome://tracing: one process per rank, one thread per lane.
 
-Spans of one thread must lie inside each other or apart. On the host they do; what travels or runs on several streams at
-the same time gets as many threads as it needs.
+Spans of one thread must be nested or disjoint. On the host they are. Concurrent messages and streams get as many
+threads as they need.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from echelon.observability.trace.trace_files import RankTrace
 from echelon.observability.trace.traffic import messages_of
 
 Event = dict[str, Any]
-#: Numbers of threads; those of one lane count up from there. Perfetto takes process 0 and thread 0 for the system's,
-#: whatever process they are said to be of: nothing has that number here.
+#: First thread number of each lane. Perfetto treats process 0 and thread 0 as those of the system, so the number 0 is
+#: not used here.
 _STEPS, _HOST, _DEVICE, _NETWORK = 1, 2, 100, 200
 _HIDDEN = ("key", "at", "waited", "told", "phase")
 
 
 def trace_of(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """In Chrome's format. Time zero is the first span's begin."""
+    """Return the trace in Chrome's format; time 0 is the start of the first span."""
     zero = min((span.begin for ranked in ranks for span in ranked.spans), default=0.0)
     messages = messages_of(ranks)
     rates = {id(span): rate for m in messages for _, span in m.ends if (rate := m.rate(span)) is not None}
@@ -35,7 +35,12 @@ def _receives(span: Span) -> bool:
 
 
 def _process(ranked: RankTrace, zero: float, rates: Mapping[int, float], since: Mapping[int, float]) -> Iterator[Event]:
-    """since: of messages that are received, when the sender had come as well"""
+    """Yield the events of one rank.
+
+    zero:  start of the trace, seconds
+    rates: bytes per second of messages, by the id of the span
+    since: start of the transfer of received messages, by the id of the span
+    """
     process = _process_of(ranked.rank)
     yield _named("process_name", process, _STEPS, name=_title(ranked))
     yield _named("process_sort_index", process, _STEPS, sort_index=ranked.rank)
@@ -84,7 +89,7 @@ def _steps(ranked: RankTrace) -> list[Span]:
 
 
 def _placed(ranked: RankTrace) -> Iterator[tuple[Span, int]]:
-    """Every span and its thread."""
+    """Yield every span with its thread."""
     for span in sorted((s for s in ranked.spans if s.lane == HOST), key=lambda s: (s.begin, -s.end)):
         yield span, _HOST
     streams = {str(span.more.get("stream", 0)) for span in ranked.spans if span.lane == DEVICE}
@@ -94,7 +99,7 @@ def _placed(ranked: RankTrace) -> Iterator[tuple[Span, int]]:
 
 
 def _rows(spans: Iterable[Span]) -> Iterator[tuple[Span, int]]:
-    """Spans that overlap go to different rows, the first that is free."""
+    """Assign each span to the first free row, so that overlapping spans are in different rows."""
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: span.begin):
         row = next((row for row, end in enumerate(ends) if end <= span.begin), len(ends))
@@ -118,7 +123,7 @@ def _slice(span: Span, pid: int, tid: int, zero: float, rate: float | None = Non
 
 
 def _microseconds(at: float, zero: float) -> float:
-    """In whole nanoseconds, which viewers count in: what ends where another begins must do so after rounding, too."""
+    """Return microseconds since ``zero``, rounded to whole nanoseconds, so that adjacent spans stay adjacent."""
     return round(1e9 * (at - zero)) / 1e3
 
 
@@ -131,8 +136,11 @@ def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
 
 
 def _arrows(ranks: Sequence[RankTrace], zero: float, since: Mapping[int, float]) -> Iterator[Event]:
-    """From where a message was sent to where it arrives. A receiver may have waited long before anything was sent, and
-    Perfetto draws arrows from what begins first to what begins later: hence to its arrival, inside the receive."""
+    """Yield arrows from the send of a message to its arrival.
+
+    A receiver may have waited long before the send, and Perfetto draws arrows only forward in time. The arrow therefore
+    points to the arrival, inside the receive.
+    """
     ends: dict[tuple[str, str], dict[str, tuple[int, int, Span]]] = {}
     for ranked in ranks:
         for span, thread in _placed(ranked):

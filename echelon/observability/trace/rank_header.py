@@ -1,4 +1,4 @@
-"""What a rank says of itself: the first line of its file."""
+"""The first line of a rank's file, which describes the rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 
 def processes(engine: EngineView) -> int:
-    """How many train, workers that only servers bind together included."""
+    """Return the number of training processes, including workers that are connected through servers only."""
     served = engine.served
     return served.workers if served is not None and served.dense else engine.world.size
 
 
 def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict[str, Any]:
-    """asked: the steps that are to be recorded"""
+    """Return the description of this rank.
+
+    clock: mapping to rank 0's clock
+    asked: steps to record
+    """
     world, plan = engine.world, engine.plan
     staged = plan.pipeline is not None and plan.stages is not None
     measured = world.control is not None or processes(engine) == 1
@@ -36,7 +40,7 @@ def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict
         "clock_error": clock.error if measured else None,
         "clock_drift": clock.drift,
         "pid": os.getpid(),
-        "wall": time.time() - now(),  # where nothing was measured, the time of day is what hosts have in common
+        "wall": time.time() - now(),  # used to align hosts whose clocks were not compared
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
         "device_index": world.device.index,
         "asked": list(asked),
@@ -58,7 +62,7 @@ def _schedule(engine: EngineView) -> dict[str, Any]:
 
 
 def _peak(engine: EngineView) -> float | None:
-    """FLOP/s that the GPU's maker promises for the type that products are computed in."""
+    """Return the GPU's nominal peak FLOP/s for the dtype of matrix products; None without a GPU."""
     if engine.world.device.type != "cuda":
         return None
     from echelon.planner.cluster.detect import gpu_kind
@@ -72,7 +76,7 @@ def _peak(engine: EngineView) -> float | None:
 
 
 def _in_tf32(model: torch.nn.Module) -> bool:
-    """Whether torch may round what products or convolutions of 32-bit floats take in. By default convolutions may."""
+    """Return True if torch may use TF32 in matrix products, or in convolutions if the model has any (the default)."""
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
     products: str = torch.backends.cuda.matmul.fp32_precision
     convolutions: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Span: something that one rank did or waited for, from when to when. A recording is a list of them."""
+"""``Span``: an activity or a wait of one rank with begin and end. A trace is a list of spans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-#: Where a span lies: what the process did, what its GPU did, what travelled.
+#: Lanes of spans: the process, its GPU, and messages.
 HOST, DEVICE, NETWORK = "host", "device", "network"
 LANES = (HOST, DEVICE, NETWORK)
 KINDS = (
@@ -17,16 +17,18 @@ KINDS = (
 
 
 class Span(NamedTuple):
-    """begin, end: seconds; while recording on this process's clock, in files on rank 0's.
-    bytes:      what travelled
-    ranks:      with whom, in short: ``0-3``
-    more:       what only some have:
-                phase           the span is a phase of the step; phases follow each other without gaps
+    """An activity or a wait of one rank.
+
+    begin, end: seconds; on this process's clock during the trace, on rank 0's clock in files
+    bytes:      bytes of a message
+    ranks:      ranks of a message, such as ``0-3``
+    more:       further fields of some spans:
+                phase           True if the span is a phase of the step; phases have no gaps between them
                 action          F, B, I or W of a pipeline, with its micro and stage
-                in              of a kernel: the phase that launched it
-                stream          of a kernel
-                key, at         of a message: the same on all ranks that took part; a sender's or receiver's end of it
-                waited, told    of a message: when the host began to wait for it; its end is the backend's word
+                in              phase that launched a kernel
+                stream          stream of a kernel
+                key, at         identifier of a message, equal on all its ranks; ``sender`` or ``receiver``
+                waited, told    start of the host's wait for a message; True if the backend reported its end
     """
 
     name: str
@@ -44,7 +46,7 @@ class Span(NamedTuple):
         return self.end - self.begin
 
     def moved(self, by: Any) -> Span:
-        """On another clock; ``by(t)`` is what its time is at our ``t``."""
+        """Return the span on another clock; ``by(t)`` converts a time of our clock."""
         more = self.more if "waited" not in self.more else {**self.more, "waited": round(by(self.more["waited"]), 7)}
         return self._replace(begin=by(self.begin), end=by(self.end), more=more)
 
@@ -64,7 +66,7 @@ _OWN = ("name", "kind", "lane", "begin", "end", "step", "bytes", "ranks")
 
 
 def span_of(told: Any) -> Span | None:
-    """The reverse; ``None`` for anything that is no span."""
+    """Parse the result of ``Span.to_json``; return ``None`` for anything else."""
     try:
         begin, end = float(told["begin"]), float(told["end"])
         if not (math.isfinite(begin) and math.isfinite(end) and begin <= end) or told["lane"] not in LANES:

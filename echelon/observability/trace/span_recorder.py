@@ -1,7 +1,7 @@
-"""Recorder: notes what this process does while a few steps are recorded.
+"""``TraceRecorder``: records the activity of this process while a few steps are traced.
 
-``activity.recorder`` is it, and ``None`` at all other times: what can be recorded asks for that and nothing more. Spans
-are kept in memory on this process's own clock; see ``recording`` for what becomes of them.
+``activity.recorder`` is the recorder during a trace, and ``None`` at all other times, so that instrumented code only
+checks this attribute. Spans are kept in memory on this process's own clock; ``trace_session`` collects them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
-#: Waits of a pipeline's rank for another stage: its bubbles.
+#: Waits of a pipeline's rank for another stage, which are bubbles.
 OF_STAGES = ("receive activations", "receive gradients", "delivery of what was sent")
 #: Waits of a rank for its own GPU or disk.
 OF_ITS_OWN = ("from the GPU", "end of the save before")
@@ -29,12 +29,17 @@ _ACTIONS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 def now() -> float:
-    """The clock of all spans, which is the one by which ``activity`` measures waits."""
+    """Return the time on the clock of all spans, which ``activity`` uses for waits, too."""
     return monotonic()
 
 
 class TraceRecorder:
-    """step: the one that is under way; phase: the part of it, and since when; arguments: of a call of the model."""
+    """Records the spans of one process.
+
+    step:      current step
+    phase:     current phase and its start
+    arguments: arguments of a call of the model; None before one
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -44,37 +49,37 @@ class TraceRecorder:
         self.thread = threading.get_ident()
 
     def lap(self, phase: str, at: float) -> None:
-        """A phase of the step is over; the update is its last."""
+        """Record a finished phase of the step; the update is the last phase."""
         self.spans.append(Span(phase, phase, HOST, self.phase[1], at, self.step, more={"phase": True}))
         self.phase = AFTER[phase], at
         self.step += phase == "update"
 
     def waited(self, wait: waiting, at: float) -> None:
-        """The training thread has waited for other ranks."""
+        """Record a wait of the training thread for other ranks."""
         self.spans.append(wait_span(wait, at, self.step))
 
     def called(self, call: str, since: float, at: float) -> None:
-        """A call of the engine besides the step is over: a save, an evaluation."""
+        """Record an engine call other than a step, such as a save or an evaluation."""
         if call not in ("step", "update"):
             self.spans.append(Span(call, "other", HOST, since, at, self.step))
 
     def loaded(self, since: float) -> None:
-        """The loader has handed out a batch that was asked for then."""
+        """Record the wait for a batch, which was requested at ``since``."""
         self.spans.append(Span("wait for a batch", "data", HOST, since, now(), self.step))
 
     def acted(self, action: Action, since: float) -> None:
-        """A pipeline's rank has done an action, waiting for what it needs included."""
+        """Record an action of a pipeline, including the wait for its inputs."""
         kind, micro, stage = action
         if activity.call == "step":
             more = {"action": kind, "micro": micro, "stage": stage}
             self.spans.append(Span(f"{kind}{micro}", _ACTIONS[kind], HOST, since, now(), self.step, more=more))
 
     def served(self, kind: str, since: float) -> None:
-        """The training thread has waited for parameter servers."""
+        """Record a wait of the training thread for parameter servers."""
         self.spans.append(Span(f"wait for a {kind}", kind, HOST, since, now(), self.step))
 
     def asked(self, kind: str, since: float, sent: Sequence[ServerMessage], answers: Sequence[Future[Any]]) -> None:
-        """Requests to parameter servers are under way since then; the span ends with the last answer."""
+        """Record requests to parameter servers, sent at ``since``; the span ends with the last answer."""
         size = sum(array.nbytes for frame in sent for array in frame.arrays)
         request = _Request(self, kind, since, size, len(answers))
         for answer in answers:
@@ -82,14 +87,14 @@ class TraceRecorder:
 
 
 def wait_span(wait: waiting, at: float, step: int) -> Span:
-    """A wait of the training thread, until now."""
+    """Return the span of a wait of the training thread that ends at ``at``."""
     kind = "bubble" if wait.call in OF_STAGES else "other" if wait.call.endswith(OF_ITS_OWN) else "wait"
     more = {"what": str(wait.what)} if wait.what != "" else {}
     return Span(wait.call, kind, HOST, wait.since, at, step, ranks=str(wait.ranks), more=more)
 
 
 class _Request:
-    """What was asked of all servers at once. Answers are noted by the threads of the links."""
+    """A request to all servers at once. The threads of the channels record the answers."""
 
     def __init__(self, recorder: TraceRecorder, kind: str, begun: float, size: int, missing: int) -> None:
         self._recorder, self._kind, self._begun = recorder, kind, begun

@@ -1,7 +1,7 @@
-"""Where a rank's step went: every moment of it is counted once, so that the parts add up to the step.
+"""Breaks a rank's step down into parts that add up to the step: every moment counts once.
 
-On a CPU the host's phases and waits tell it. On a GPU the device's kernels come first, whoever waits meanwhile; only
-while the device is idle does it count what the host was doing.
+On a CPU the parts come from the host's phases and waits. On a GPU the device's kernels take precedence over waits of
+the host; the host's activity counts only while the device is idle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.observability.trace.span import DEVICE, HOST, Span
 from echelon.observability.trace.trace_files import RankTrace
 
 PARTS = ("compute", "exposed", "bubble", "data", "server", "update", "other")
-#: What a phase of the host counts as, where no wait says otherwise.
+#: Part of each phase of the host, unless a wait overrides it.
 _PHASES = {
     "forward": "compute",
     "backward": "compute",
@@ -27,7 +27,7 @@ _PHASES = {
 
 @dataclass
 class StepBreakdown:
-    """A step on one rank, with its parts as stretches of time."""
+    """A step on one rank, with its parts as time intervals."""
 
     rank: int
     number: int
@@ -44,15 +44,15 @@ class StepBreakdown:
 
     @property
     def own(self) -> float:
-        """What the rank did itself: all but waiting for others."""
+        """The seconds of the rank's own work: the step without waits for other ranks and servers."""
         return self.seconds - self.part("exposed") - self.part("bubble") - self.part("server")
 
 
-Windows = dict[tuple[int, int], Interval]  #: by rank and step: when its pipeline was at work
+Windows = dict[tuple[int, int], Interval]  #: time window of the pipeline, by rank and step
 
 
 def steps_of(ranked: RankTrace, windows: Windows) -> list[StepBreakdown]:
-    """The rank's steps. While its pipeline is at work, waiting for whatever counts as bubble."""
+    """Return the steps of a rank. While its pipeline runs, any exposed communication counts as bubble."""
     host = [span for span in ranked.spans if span.lane == HOST]
     device = [span for span in ranked.spans if span.lane == DEVICE]
     layers = _layers(host, device, alone=ranked.about.get("ranks") == 1)
@@ -80,8 +80,11 @@ def _add(step: StepBreakdown, part: str, intervals: Sequence[Interval]) -> None:
 
 
 def _bounds(host: Sequence[Span], device: Sequence[Span]) -> dict[int, Interval]:
-    """From when to when each step was at work: the host's phases, or on a GPU from the end of the step before to the
-    end of the last kernel that the step launched."""
+    """Return begin and end of each step.
+
+    On a CPU these are those of the host's phases. On a GPU a step lasts from the end of the previous step to the end
+    of the last kernel that the step launched.
+    """
     phases: defaultdict[int, list[Span]] = defaultdict(list)
     for span in host:
         if "phase" in span.more:
@@ -98,7 +101,7 @@ def _bounds(host: Sequence[Span], device: Sequence[Span]) -> dict[int, Interval]
 
 
 def _layers(host: Sequence[Span], device: Sequence[Span], *, alone: bool) -> list[tuple[str, list[Interval]]]:
-    """Parts and when they were, the ones that count first in front."""
+    """Return the parts with their intervals, in order of precedence."""
     kernels = [span for span in device if span.kind == "kernel" and "copy" not in span.more]
     copies = [span for span in device if "copy" in span.more]
     layers = [
@@ -112,13 +115,13 @@ def _layers(host: Sequence[Span], device: Sequence[Span], *, alone: bool) -> lis
         ("compute", copies),
         ("other", [span for span in host if span.kind == "other"]),
     ]
-    if not device:  # an idle device, where there is one, is no work of the host's: it is too slow for it
+    if not device:  # while a GPU is idle, the host is only too slow for it, so its phases are not work
         layers += _of_phases(host, alone=alone)
     return [(part, union((span.begin, span.end) for span in spans)) for part, spans in layers]
 
 
 def _of_phases(host: Sequence[Span], *, alone: bool) -> list[tuple[str, list[Span]]]:
-    """What the host did besides waiting. With loaders' waits known, the rest between two steps is the user's code."""
+    """Return the host's phases by part. If waits for the loader are known, other time between steps is user code."""
     loaded = any(span.name == "wait for a batch" for span in host)
     meaning = _PHASES | ({"data": "other"} if loaded else {}) | ({"communicate": "other"} if alone else {})
     phases = [span for span in host if "phase" in span.more]

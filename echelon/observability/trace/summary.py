@@ -1,4 +1,4 @@
-"""Summary: a recording in figures. Where the step went, on which rank, and what it might have been."""
+"""``Summary``: the figures of a trace, such as step parts per rank, communication, bubble and MFU."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from echelon.observability.trace.traffic import (
 
 @dataclass(frozen=True)
 class Summary:
-    """``figures`` is summary.json:
+    """The summary of a trace. ``figures`` is the content of summary.json:
 
-    steps, step_ms:        first and last; the median step
-    ranks:                 of each, milliseconds of a step: the parts, which add up to step_ms; communicate_ms is all
-                           communication, of which exposed_ms is what no computing hid; late_ms of that is waiting for
-                           ranks that came later
-    slowest, slowest_ms:   the rank that did most itself, and by how much more than the others on average
-    waited_for:            the rank that others waited for most, and the milliseconds of a step of all of them together
-    exposed_communication: the part of all ranks' time
-    bubble:                measured, by theory (simulated), and for even stages; null without a pipeline
-    mfu:                   arithmetic of the model over what the devices promise; null where one is not known
-    communication:         of a step on a rank that takes part: bytes, milliseconds, GB/s
-    clock_error_ms:        the most by which a rank's clock may be wrong
-    cut:                   null, or how a recording ended that did not come to its last step: see ``cut``
-    aside:                 where the parts lie that an earlier attempt left
+    steps, step_ms:        first and last step; median time of a step
+    ranks:                 milliseconds per step of each rank: the parts, which add up to step_ms; communicate_ms is
+                           all communication, exposed_ms the part of it that does not overlap with compute, and
+                           late_ms the part of that spent waiting for late ranks
+    slowest, slowest_ms:   rank with the most own work, and its excess over the mean of the others
+    waited_for:            rank that others waited for most, and the milliseconds per step, summed over all of them
+    exposed_communication: share of the time of all ranks
+    bubble:                measured, simulated (theory), and for even stages; null without a pipeline
+    mfu:                   FLOPs of the model over the nominal peak of the devices; null if either is unknown
+    communication:         bytes, milliseconds and GB/s per step on a participating rank
+    clock_error_ms:        largest error of a rank's clock
+    cut:                   null, or the end of a trace that did not reach its last step: see ``find_truncation``
+
+    aside: directory with the partial files of an earlier attempt; None without any
     """
 
     figures: dict[str, Any]
@@ -54,7 +55,10 @@ class Summary:
 
 
 def summarize(ranks: Sequence[RankTrace], flops: float | None = None) -> dict[str, Any]:
-    """flops: of one step of the whole job, where it is known; else the ranks may know it."""
+    """Return the figures of a trace.
+
+    flops: FLOPs of one step of the whole job; None to use the counts of the ranks, if they have any
+    """
     bubble, windows = find_bubble(ranks)
     by_rank = {ranked.rank: steps_of(ranked, windows) for ranked in ranks}
     steps = [step for own in by_rank.values() for step in own]
@@ -116,7 +120,7 @@ def _mfu(ranks: Sequence[RankTrace], seconds: float, flops: float | None) -> flo
 
 
 def _sharers(ranks: Sequence[RankTrace]) -> list[int]:
-    """How many ranks use each rank's device."""
+    """Return, for each rank, the number of ranks that use its device."""
     devices = [(ranked.about.get("host"), ranked.about.get("device_index", ranked.rank)) for ranked in ranks]
     return [devices.count(device) for device in devices]
 
@@ -128,6 +132,6 @@ def _clock_error(ranks: Sequence[RankTrace]) -> float | None:
 
 
 def read_flops(directory: Path) -> float | None:
-    """Of one step, as the run wrote it down."""
+    """Return the FLOPs of one step from run.json; None if unknown."""
     told = number(json_file(directory / RUN) or {}, "flops_per_step")
     return told if told is not None and told > 0 else None

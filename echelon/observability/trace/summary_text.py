@@ -1,4 +1,4 @@
-"""A summary in words: a few lines at the end of a recording, a table for ``echelon timeline``."""
+"""Formats a summary: a few lines at the end of a trace, and a table for ``echelon timeline``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.observability.trace import truncated_text
 if TYPE_CHECKING:
     from echelon.observability.trace.summary import Summary
 
-#: Columns of the table, and what each is called.
+#: Columns of the table and their titles.
 COLUMNS = {
     "compute_ms": "compute",
     "update_ms": "update",
@@ -24,7 +24,7 @@ COLUMNS = {
 
 
 def short_lines(summary: Summary) -> list[str]:
-    """Where the step went, the slowest rank, and where to look."""
+    """Return lines with the parts of the step, the slowest rank, and the path of the trace."""
     figures, cut = summary.figures, summary.figures.get("cut")
     told = [f"timeline: {truncated_text.headline(cut)}"] if cut else []
     if not figures["ranks"]:
@@ -39,7 +39,7 @@ def short_lines(summary: Summary) -> list[str]:
 
 
 def text(summary: Summary) -> str:
-    """All of it."""
+    """Return the whole summary as text."""
     figures, cut = summary.figures, summary.figures.get("cut")
     blocks = [truncated_text.lines(cut)] if cut else []
     blocks += _figures(figures) if figures["ranks"] else [["no step was recorded whole"]]

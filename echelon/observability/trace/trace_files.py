@@ -1,7 +1,7 @@
-"""A recording's files: ``timeline/rank-N.jsonl``, one line about the rank and then one a span.
+"""Reads and writes the files of a trace: ``timeline/rank-N.jsonl`` has one line on the rank, then one line per span.
 
-While a rank records it has ``rank-N.jsonl.part`` in its place (see ``part``), and so has one that did not come to the
-end. Whatever cannot be read is left out: a run may have been killed while it wrote.
+During the trace, and if it was cut short, a rank has ``rank-N.jsonl.part`` instead (see ``partial_file``). Unreadable
+lines are skipped, because a run may have been killed while it wrote.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from echelon.observability.trace.partial_file import TraceTruncation, read_part
 from echelon.observability.trace.span import Span, span_of
 
 FOLDER, TRACE, SUMMARY = "timeline", "trace.json.gz", "summary.json"
-#: Where the parts go that an earlier attempt left: it is looked into when it is known why a run crashes.
+#: Directory for the partial files of an earlier attempt, which help to find out why a run crashes.
 UNFINISHED = "unfinished"
 _OURS = re.compile(r"rank-(\d{1,7})\.jsonl(\.part)?")
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded. ``about`` is the first line: rank, host, clock_offset, clock_error, device, steps ...
-    ``ending`` is there where the recording was cut short."""
+    """The trace of one rank.
+
+    about:  first line of its file: rank, host, clock_offset, clock_error, device, steps and more
+    ending: end of a trace that was cut short; None otherwise
+    """
 
     rank: int
     about: dict[str, Any]
@@ -37,7 +40,7 @@ class RankTrace:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Replica, stage, split: ranks of one pipeline differ in the second alone."""
+        """Replica, stage and split index; ranks of one pipeline differ only in the stage."""
         at = self.about.get("at")
         at = at if isinstance(at, dict) else {}
         replica, stage, split = (at.get(axis) for axis in ("replicate", "stage", "split"))
@@ -58,7 +61,10 @@ def lines_of(about: dict[str, Any], spans: Iterable[Span]) -> str:
 
 
 def write(folder: Path, name: str, content: bytes) -> None:
-    """Aside, then renamed: a reader never sees half of it."""
+    """Write a file under a temporary name and rename it, so that a reader never sees an incomplete file.
+
+    Raises ``UsageError`` if it cannot be written.
+    """
     aside = folder / f".{name}.writing"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +85,7 @@ def part_name(rank: int) -> str:
 
 
 def make_way(folder: Path, rank: int) -> None:
-    """For this rank's next recording. What an earlier one left would pass for a part of it; a part is kept aside."""
+    """Remove this rank's file of an earlier trace, and move its partial file to ``UNFINISHED``."""
     (folder / rank_file_name(rank)).unlink(missing_ok=True)
     part, aside = folder / part_name(rank), folder / UNFINISHED / part_name(rank)
     if part.exists():
@@ -90,7 +96,7 @@ def make_way(folder: Path, rank: int) -> None:
 
 
 def forget(folder: Path, beyond: int) -> None:
-    """What was made of an earlier recording, and what more ranks than there are now have left."""
+    """Remove the merged files of an earlier trace, and the files of ranks from ``beyond`` on."""
     for place in (folder, folder / UNFINISHED):
         for rank, path in _rank_files(place):
             if rank >= beyond:
@@ -100,19 +106,22 @@ def forget(folder: Path, beyond: int) -> None:
 
 
 def of_ranks(folder: Path) -> dict[int, Path]:
-    """By rank, its file: the whole one where there is one."""
+    """Return the file of each rank; a complete file takes precedence over a partial one."""
     parts_first = sorted(_rank_files(folder), key=lambda found: (found[0], found[1].suffix != ".part"))
     return dict(parts_first)
 
 
 def _rank_files(folder: Path) -> list[tuple[int, Path]]:
     matched = ((_OURS.fullmatch(path.name), path) for path in folder.glob("rank-*"))
-    # a pipe or a device by such a name would have no end
+    # reading a pipe or a device of such a name would not end
     return [(int(match[1]), path) for match, path in matched if match is not None and path.is_file()]
 
 
 def find(directory: str | Path) -> Path:
-    """The folder of the newest recording in a run's directory; the folder itself may be given, too."""
+    """Return the folder of the newest trace in a run's directory, or the folder itself if it is given.
+
+    Raises ``UsageError`` if there is no trace.
+    """
     path = existing_directory(directory)
     for folder in (path / FOLDER, *sorted((path / FOLDER).glob("step-*"), reverse=True), path):
         if folder.is_dir() and any(_reads(file) for file in of_ranks(folder).values()):
@@ -123,7 +132,7 @@ def find(directory: str | Path) -> Path:
 
 
 def recorded_at(folder: Path) -> float | None:
-    """When a recording began, as far as its ranks say so."""
+    """Return the start time of a trace in seconds since the epoch; None if unknown."""
     times = []
     for file in of_ranks(folder).values():
         with contextlib.suppress(OSError), file.open(encoding="utf-8", errors="replace") as lines:
@@ -134,7 +143,7 @@ def recorded_at(folder: Path) -> float | None:
 
 
 def _reads(file: Path) -> bool:
-    """Whether it is one of ours: the run's directory has files of the same name for other things."""
+    """Return True if the file is a rank's trace: the run's directory has other files of the same name."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
             return _is_ours(_json(next(lines, "")))
@@ -147,12 +156,12 @@ def _is_ours(about: Any) -> bool:
 
 
 def read(folder: Path) -> list[RankTrace]:
-    """By rank."""
+    """Read the traces of all ranks, in rank order."""
     return [ranked for file in of_ranks(folder).values() if (ranked := read_rank(file)) is not None]
 
 
 def read_rank(file: Path) -> RankTrace | None:
-    """What one rank left; None where the file is none of ours."""
+    """Read the trace of one rank; return None if the file is not a trace."""
     try:
         first, *lines = file.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     except OSError:

@@ -1,4 +1,4 @@
-"""``echelon timeline DIR``, and what the launcher says at the end of a job that recorded."""
+"""The report of ``echelon timeline DIR``, and the launcher's lines at the end of a job with a trace."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from echelon.observability.trace.truncated_text import headline
 
 
 def summary_of(directory: str | Path) -> Summary:
-    """Of the newest recording in a run's directory. Trace and summary are written beside it, where they may be."""
+    """Return the summary of the newest trace in a run's directory; write trace and summary there if possible."""
     folder = trace_files.find(directory)
     try:
         return merge(folder)
-    except EchelonError:  # somebody else's directory
+    except EchelonError:  # the directory is not writable
         return merge(folder, keep=False)
 
 
@@ -41,8 +41,10 @@ def _is_of_an_earlier_run(directory: Path) -> bool:
 
 
 def conclude(directory: Path | None) -> list[str]:
-    """What ranks that do not meet have recorded, or a job has left that failed, put together; nothing where rank 0 has
-    done so already."""
+    """Merge the trace of workers without a common process group, or of a failed job, and return log lines.
+
+    The result is empty if rank 0 has merged the trace already.
+    """
     with contextlib.suppress(EchelonError):
         if directory is None:
             return []

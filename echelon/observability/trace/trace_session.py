@@ -1,9 +1,9 @@
-"""Recording: some steps of an engine's run, on all ranks alike, into one timeline.
+"""``TraceSession``: records some steps of an engine's run on all ranks into one timeline.
 
-Before and after, ranks meet to compare their clocks. What they have noted is sent to rank 0 over the job's own
-connections, since hosts need not share a disk; rank 0 writes the files. Workers that speak to parameter servers alone
-have nobody to meet: each writes its own file, and whoever reads them puts them together. Until then every rank has what
-it noted in a part of its own (see ``live``): that is what a run leaves which does not come to the end.
+Before and after, the ranks compare their clocks. They send their spans to rank 0 over the job's own process group,
+because hosts need not share a disk; rank 0 writes the files. Workers that are connected only to parameter servers write
+one file each, and the reader merges them. Until then every rank has its spans in a partial file (see ``live_writer``),
+which is what remains of a run that ends early.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from echelon.strategy.log_settings import Log
 
 
-#: Bytes of all ranks' files beyond which rank 0 does not put them together at once: the others wait meanwhile.
+#: Bytes of all ranks' files beyond which rank 0 does not merge them at once, because the other ranks would wait.
 LARGE = 32_000_000
 
 
 def requested_session(log: Log, directory: Path | None) -> TraceSession | None:
-    """The recording that this run was asked for, by ``echelon run --timeline`` or by ``Log(timeline=...)``."""
+    """Return the trace session that ``echelon run --timeline`` or ``Log(timeline=...)`` requests, or None."""
     text = os.environ.get(TIMELINE) or (AFTER_WARM_UP if log.timeline is True else log.timeline)
     if not text:
         return None
@@ -64,11 +64,11 @@ class _ActiveTrace(NamedTuple):
 
 
 class TraceSession:
-    """``after(engine)`` every step, until it is ``over``.
+    """One trace of some steps; ``after(engine)`` is called after every step until the session is ``over``.
 
-    asked:    the steps in words, see ``steps``
-    asked_by: what the user wrote them after
-    folder:   where the files go
+    asked:    steps to record as text, see ``parse_steps``
+    asked_by: name of the option that requested them, for messages
+    folder:   directory of the files
     """
 
     def __init__(self, asked: str, asked_by: str, folder: Path) -> None:
@@ -80,14 +80,14 @@ class TraceSession:
         parse_steps(asked, asked_by, 0)
 
     def begin(self, engine: EngineView) -> None:
-        """Before the first step, which can be recorded only when it was asked for by its number."""
+        """Start before the first step if the requested steps include step 1."""
         if engine.trial is not None:
             self.over = True
         elif parse_steps(self._asked, self._asked_by, 0).first == 1:
             self.start(engine)
 
     def start(self, engine: EngineView) -> None:
-        """Now, with the next step. All ranks call it together."""
+        """Start recording with the next step. All ranks call it together."""
         self._steps = self._steps or parse_steps(self._asked, self._asked_by, engine.steps)
         if activity.recorder is not None:
             self.over = True
@@ -96,7 +96,10 @@ class TraceSession:
             self._start(engine)
 
     def after(self, engine: EngineView, total: int | None = None) -> TraceSession | None:
-        """After each step; ``total`` is the run's last. ``None`` when there is nothing more to do."""
+        """Start, continue or finish after a step; return this session, or ``None`` once it is over.
+
+        total: last step of the run; None if unknown
+        """
         if not self.over:
             self._after(engine, total)
         return None if self.over else self
@@ -105,7 +108,7 @@ class TraceSession:
         if self._steps is None:
             self._steps = parse_steps(self._asked, self._asked_by, engine.steps - 1)
         if self._under_way is not None and self._under_way.recorder.step != engine.steps + 1:
-            self._drop()  # the run has gone on from a checkpoint meanwhile
+            self._drop()  # the run has loaded a checkpoint meanwhile
         if self._under_way is not None:
             self._under_way.live.step()
             if engine.steps >= self._steps.last or engine.steps == total:
@@ -118,7 +121,7 @@ class TraceSession:
             self.start(engine)
 
     def close(self, engine: EngineView) -> None:
-        """The run ends. Others may be gone: what is left unfinished is written without them."""
+        """End the session with the run. An unfinished trace is written without communication: ranks may be gone."""
         if self.over:
             return
         self.over = True
@@ -128,12 +131,12 @@ class TraceSession:
             return
         error = getattr(sys, "last_value", None)
         live, recorder = self._under_way.live, self._under_way.recorder
-        # a GPU that waits for a rank that is gone would be waited for without end
+        # after an error the GPU may wait forever for a lost rank, so it is not synchronized
         kernels = self._stop_device() if error is None else []
         if error is None and not recorder.spans:  # the run was over before another step began
             live.remove()
             self._let_go()
-            with contextlib.suppress(OSError):  # the last rank's leaves it empty
+            with contextlib.suppress(OSError):  # succeeds only on the last rank, when the folder is empty
                 self._folder.rmdir()
             return
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if error is not None else ""
@@ -150,7 +153,7 @@ class TraceSession:
             device = DeviceTrace()
             try:
                 device.start()
-            except RuntimeError as error:  # somebody else's profiler is running
+            except RuntimeError as error:  # another profiler is running
                 device = None
                 engine.say(f"timeline: no spans of the GPU ({str(error).splitlines()[0]})")
         self._make_way(engine)
@@ -158,7 +161,7 @@ class TraceSession:
         with waiting("timeline: clocks", "", control):
             before = measure(control)
             if control is not None:
-                dist.barrier(control)  # so that nobody's first step begins with waiting for the others' clocks
+                dist.barrier(control)  # so that no rank's first step waits for the clocks of others
         recorder = TraceRecorder(engine.steps + 1)
         own_loop = engine.steps == 0 or engine.has_own_loop
         seen = ModelCallHook(engine.model, recorder) if own_loop and can_count_flops(engine) else None
@@ -185,7 +188,7 @@ class TraceSession:
         return LiveSpanWriter(self._folder, engine.worker, told, recorder, taps)
 
     def _let_go(self) -> None:
-        """Nothing more is noted."""
+        """Stop recording and remove all hooks."""
         assert self._under_way is not None
         activity.recorder = None
         self._under_way.taps.close()
@@ -201,13 +204,13 @@ class TraceSession:
         self._let_go()
 
     def _stop_device(self) -> list[Span]:
-        """What the GPU did, on this process's clock."""
+        """Stop recording the GPU and return its spans on this process's clock."""
         assert self._under_way is not None
         recorder, taps, device = self._under_way[:3]
         return device_spans(device.stop(), recorder.spans, taps.messages) if device is not None else []
 
     def _stop(self, engine: EngineView) -> tuple[list[Span], ClockMapping]:
-        """What this rank has recorded, on rank 0's clock. All ranks have come to the end together."""
+        """Stop recording and return this rank's spans on rank 0's clock, with the clock. All ranks call it together."""
         assert self._under_way is not None
         recorder, taps, _, seen, before, _ = self._under_way
         activity.recorder = None
@@ -236,11 +239,11 @@ class TraceSession:
         told |= {"steps": [min(s.step for s in spans), max(s.step for s in spans)], "flops": self._flops}
         try:
             self._gather(engine, told, spans, live)
-        except EchelonError as error:  # a full disk, say: no reason to end the training
+        except EchelonError as error:  # for example a full disk, which must not end the training
             engine.say(f"timeline: {error}")
 
     def _gather(self, engine: EngineView, told: dict[str, Any], spans: list[Span], live: LiveSpanWriter) -> None:
-        """The whole files take the place of the parts."""
+        """Send the spans to rank 0, which writes the complete files; they replace the partial files."""
         control, content = engine.world.control, trace_files.lines_of(told, spans).encode()
         if control is not None and dist.get_rank(control) > 0:
             _send(content, control)
@@ -270,11 +273,11 @@ class TraceSession:
             engine.say(line)
 
 
-# ---- how rank 0 gets it ----
+# ---- gather on rank 0 ----
 
 
 def _flops(engine: EngineView, recorder: TraceRecorder) -> float | None:
-    """Of a step on this rank."""
+    """Return the FLOPs of a step on this rank; None if they cannot be counted."""
     if recorder.arguments is None or not can_count_flops(engine):
         return None
     amp = DTYPES[engine.plan.amp.dtype] if engine.plan.amp is not None else None
@@ -290,7 +293,7 @@ def _send(content: bytes, control: dist.ProcessGroup) -> None:
 
 
 def _receive(control: dist.ProcessGroup) -> dict[int, bytes]:
-    """By rank, what the others send, one after the other."""
+    """Receive the files of the other ranks, one after the other, and return them by rank."""
     found = {}
     for place in range(1, dist.get_world_size(control)):
         rank, size = dist.get_global_rank(control, place), torch.zeros(1, dtype=torch.int64)
@@ -303,7 +306,7 @@ def _receive(control: dist.ProcessGroup) -> dict[int, bytes]:
 
 
 def _say_that_it_is_kept(control: dist.ProcessGroup, kept: bool) -> None:
-    """Until rank 0 has it, a rank's part is all there is."""
+    """Broadcast from rank 0 that the files are written, so that the other ranks can remove their partial files."""
     with waiting("timeline: gather", "", control):
         dist.broadcast(torch.tensor([int(kept)]), dist.get_global_rank(control, 0), group=control)
 

@@ -1,7 +1,7 @@
-"""What travelled: bytes, time and bandwidth of each kind of communication, and who kept whom waiting.
+"""Computes bytes, time and bandwidth of each kind of communication, and the waits that late ranks cause.
 
-The ends of a message carry the same key on all its ranks. It cannot begin to travel before the last of them has come:
-from then on is transfer, and what others waited until then they waited for that rank.
+The ends of a message have the same key on all its ranks. Its transfer cannot start before the last rank has arrived:
+the time after that is transfer, and the wait of other ranks before that is charged to the last rank.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from echelon.observability.trace.intervals import Interval
 from echelon.observability.trace.span import NETWORK, Span
 from echelon.observability.trace.trace_files import RankTrace
 
-End = tuple[int, Span]  #: a rank, and its end of a message
-#: Seconds. Where the backend does not tell when a message was done, the wait for it does. A wait shorter than this
-#: found it done: it had arrived at some time before.
+End = tuple[int, Span]  #: a rank and its end of a message
+#: Seconds. If the backend does not report the end of a message, the end of the wait for it is used. If the wait was
+#: shorter than this, the message had arrived at some unknown time before.
 AT_ONCE = 5e-5
 
 
@@ -29,23 +29,23 @@ class MatchedComm:
 
     @property
     def since(self) -> float:
-        """When it could begin: all are there. A receiver may have come long before."""
+        """The earliest start of the transfer, when all ranks have arrived; a receiver may have arrived long before."""
         return max(span.begin for _, span in self.ends)
 
     @property
     def last(self) -> int:
-        """The rank that came last."""
+        """The rank that arrived last."""
         return max(self.ends, key=lambda end: end[1].begin)[0]
 
     def transfer(self, span: Span) -> Interval | None:
-        """When it travelled, as one of its ranks saw it; ``None`` where nobody saw it end."""
+        """Return the interval of the transfer as seen by one rank; ``None`` if its end is unknown."""
         unseen = span.lane == NETWORK and "told" not in span.more
         if unseen and (span.more.get("at") == "sender" or span.end - span.more.get("waited", span.begin) < AT_ONCE):
             return None
         return min(max(span.begin, self.since), span.end), span.end
 
     def rate(self, span: Span) -> float | None:
-        """Bytes a second."""
+        """Return the bytes per second as seen by one rank; None if unknown."""
         seen = self.transfer(span)
         return span.bytes / (seen[1] - seen[0]) if seen and span.bytes and seen[1] > seen[0] else None
 
@@ -60,7 +60,7 @@ def messages_of(ranks: Sequence[RankTrace]) -> list[MatchedComm]:
 
 
 def transfers(messages: Sequence[MatchedComm]) -> dict[int, list[Interval]]:
-    """By rank, when something of its own travelled."""
+    """Return the intervals of all transfers of each rank."""
     found: defaultdict[int, list[Interval]] = defaultdict(list)
     for message in messages:
         for rank, span in message.ends:
@@ -69,7 +69,7 @@ def transfers(messages: Sequence[MatchedComm]) -> dict[int, list[Interval]]:
 
 
 def lateness(messages: Sequence[MatchedComm]) -> dict[tuple[int, int], float]:
-    """By (who waited, for whom): seconds until the last rank of a message had come."""
+    """Return the seconds of waiting for late ranks, by (waiting rank, late rank)."""
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
     for message in messages:
         for rank, span in message.ends:
@@ -80,12 +80,14 @@ def lateness(messages: Sequence[MatchedComm]) -> dict[tuple[int, int], float]:
 
 
 def table(messages: Sequence[MatchedComm], ranks: Sequence[RankTrace], steps: int) -> list[dict[str, Any]]:
-    """For each kind of communication: bytes and milliseconds of a step on a rank that takes part, and bandwidth. What
-    arrived unseen adds to the bytes alone."""
+    """Return bytes and milliseconds per step on a participating rank, and bandwidth, for each kind of communication.
+
+    Messages with an unknown end count in the bytes only.
+    """
     moved: defaultdict[str, list[_TransferSample]] = defaultdict(list)
     for message in messages:
         for rank, span in message.ends:
-            if span.more.get("at") != "sender":  # it is counted where it arrives
+            if span.more.get("at") != "sender":  # messages are counted at the receiver
                 seen = message.transfer(span)
                 moved[span.name].append(_TransferSample(rank, span.bytes or 0, seen[1] - seen[0] if seen else None))
     for ranked in ranks:
@@ -114,7 +116,7 @@ def _row(name: str, moved: Sequence[_TransferSample], steps: int) -> dict[str, A
 
 
 def wait_seconds_by_culprit(late: Mapping[tuple[int, int], float]) -> dict[int, float]:
-    """By rank, the seconds that others waited for it."""
+    """Return, by rank, the seconds that other ranks waited for it."""
     found: defaultdict[int, float] = defaultdict(float)
     for (_, last), seconds in late.items():
         found[last] += seconds

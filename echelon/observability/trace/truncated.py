@@ -1,6 +1,6 @@
-"""A recording that was cut short: how far each rank came, what it was doing, and who stopped first.
+"""Analyzes a trace that was cut short: the last step and activity of each rank, and the rank that stopped first.
 
-Pure, but for what the run's launcher wrote down of the end.
+Besides the traces it reads only the launcher's events and the process table.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from echelon.observability.runlog.tolerant_json import JSON, integer, json_lines
 from echelon.observability.trace.partial_file import TraceTruncation, last_whole_step
 from echelon.observability.trace.trace_files import UNFINISHED, RankTrace
 
-#: Seconds that a rank fell silent before the others when it is sure that it did: it writes more often (see ``live``).
+#: Seconds of silence before the others after which a rank counts as first; ranks write more often (``live_writer``).
 SILENCE = 2.0
-#: Seconds after a recording's beginning from which on a process that was started is another one, by the same number.
+#: A process that started more than these seconds after the trace has reused the pid.
 REUSED = 5.0
 
 
 def find_truncation(ranks: Sequence[RankTrace], folder: Path | None = None) -> dict[str, Any] | None:
-    """None for a recording that is whole. Else
+    """Return a description of a trace that was cut short, or None for a complete trace.
 
-    asked:    the first and the last step that were to be recorded
-    running:  the processes are there still: it is not cut short, it is under way
-    ranks:    of each: ``step``, its last whole one (null: none); ``doing`` at the end; ``said``, its own word on the
-              end ("": the run was over; null: it had no time for one); ``silent_ms``, how long before the last sign of
-              any rank its own last sign was
-    missing:  ranks of the job that have left nothing here
-    first:    the rank that stopped first, where that is sure
-    because:  what the launcher said of the end
+    asked:    first and last step to record
+    running:  True if processes still run: the trace is not cut short, but under way
+    ranks:    for each rank: ``step``, its last complete step (null: none); ``doing``, its activity at the end;
+              ``said``, its last message ("": the run ended; null: it could not write one); ``silent_ms``, time from
+              its last sign of life to the last one of any rank
+    missing:  ranks of the job without a file
+    first:    rank that stopped first; null if that is not certain
+    because:  the launcher's text on the end; null without one
     """
     parts = [(ranked, ranked.ending) for ranked in ranks if ranked.ending is not None]
     if not parts:
@@ -76,8 +76,11 @@ def _missing(ranks: Sequence[RankTrace]) -> list[int]:
 
 
 def _first(parts: Sequence[tuple[RankTrace, TraceTruncation]]) -> int | None:
-    """Who failed of its own; else the one that had no time for a word, when all others had; else whoever fell silent
-    long before the others."""
+    """Return the rank that stopped first; None if that is not certain.
+
+    This is the first rank that failed on its own; else the only rank without a last message; else the rank that fell
+    silent long before the others.
+    """
     by_time = sorted(parts, key=lambda part: part[1].at)
     failed = [ranked.rank for ranked, end in by_time if end.said and not end.lost]
     if failed:
@@ -91,7 +94,7 @@ def _first(parts: Sequence[tuple[RankTrace, TraceTruncation]]) -> int | None:
 
 
 def _failure(folder: Path | None, parts: Sequence[tuple[RankTrace, TraceTruncation]]) -> JSON:
-    """The first after the recording began, as the launcher wrote it down."""
+    """Return the first failure or restart in the run's events after the trace began; empty if there is none."""
     began = min((wall for ranked, _ in parts if (wall := number(ranked.about, "began")) is not None), default=None)
     if folder is None or began is None:
         return {}
@@ -108,13 +111,13 @@ def _is_running(ranked: RankTrace) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # the process belongs to another user
         return True
     began, started = number(ranked.about, "began"), process_started(pid)
     return began is None or started is None or started <= began + REUSED
 
 
 def find_earlier_parts(folder: Path) -> Path | None:
-    """Where the parts of an earlier attempt lie, when there are any."""
+    """Return the directory with partial files of an earlier attempt; None if there are none."""
     aside = folder / UNFINISHED
     return aside if any(aside.glob("rank-*.part")) else None

@@ -1,4 +1,4 @@
-"""A recording that was cut short, in words."""
+"""Formats the description of a trace that was cut short."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echelon.base.formatting import duration
 
 
 def headline(cut: dict[str, Any]) -> str:
-    """In one line: what was asked for, and what became of it."""
+    """Return one line with the requested steps and the outcome."""
     asked = "" if cut["asked"] is None else f"{_steps(*cut['asked'])} asked for; "
     if cut["running"]:
         return f"still recording: {asked}this is what there is so far"
@@ -19,7 +19,7 @@ def headline(cut: dict[str, Any]) -> str:
 
 
 def lines(cut: dict[str, Any]) -> list[str]:
-    """How far each rank came, below the headline; nothing where the run was simply over."""
+    """Return the headline and a line for each rank; the rank lines are left out if the run simply ended."""
     found = [headline(cut)]
     if cut["because"]:
         found.append(f"the launcher said: {cut['because']}")
@@ -33,7 +33,7 @@ def lines(cut: dict[str, Any]) -> list[str]:
 
 
 def _came(cut: dict[str, Any]) -> str:
-    """The last step that all have done."""
+    """Return text for the last step that all ranks have completed."""
     known = [row["step"] for row in cut["ranks"]]
     if any(step is None for step in known):
         return "no step was done by all ranks"

@@ -1,10 +1,10 @@
-"""Sums over ranks of long rows, as they are or with 16 bits a number on the network.
+"""All-reduce of long flat tensors, in their own dtype or with 16 bits per number on the network.
 
-The 16-bit sum scatters and gathers by itself instead of calling an all-reduce on half floats: every rank receives its
-chunk from all others, adds it to its own in fp32, and hands the result round. The bytes are those of a ring all-reduce;
-each number is rounded twice, however many ranks there are, where a ring rounds at every hop. Half floats reach from
-6e-8 to 65504 only, so each chunk travels with a power of two by which its largest entry fits, and nothing overflows
-that was finite. Entries that are not finite arrive as such: an overflowed gradient must stay recognizable.
+The 16-bit sum is an all-to-all followed by an all-gather instead of an all-reduce on half floats: every rank receives
+its chunk from all other ranks, adds it to its own in fp32, and sends the result to all. The traffic is that of a ring
+all-reduce, but each number is rounded only twice, whatever the number of ranks, while a ring rounds at every hop. Half
+floats range only from 6e-8 to 65504, so each chunk is sent with a power of two that scales its largest entry into that
+range: finite numbers never overflow. Non-finite entries stay non-finite, so that an overflowed gradient is detected.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import PendingCollective, start_all_gather, start_all_to_all
 from echelon.optim.grad_scaler import DTYPES
 
-#: The largest entry of a chunk travels as a half float of about this size; 65504 is the most that one can hold.
+#: The largest entry of a chunk is sent as a half float of about this size; 65504 is the largest finite half float.
 TOP = 2.0**14
 
 PIECE = 1 << 17  # numbers that a CPU converts at a time
 
 
 class AllReduce(Protocol):
-    """A sum that is under way: ``start`` it, let it ``turn`` from collecting to handing round, ``finish`` it."""
+    """An asynchronous sum over ranks: ``start`` the first half, ``turn`` to the second half, ``finish`` it."""
 
     def start(self) -> None: ...
 
@@ -39,10 +39,10 @@ class AllReduce(Protocol):
 def sum_over(
     row: Tensor, wire: str | None, group: dist.ProcessGroup, number: int = 0, call: str = "sum", what: str = ""
 ) -> AllReduce:
-    """A sum of ``row`` over the ranks of ``group``, in place and reusable.
+    """Return a reusable in-place sum of ``row`` over the ranks of ``group``.
 
-    ``number`` tells sums apart that are under way at the same time, and is the same on all ranks. ``call`` and ``what``
-    are said of a rank that waits for it.
+    ``number`` distinguishes sums that run at the same time and must be the same on all ranks. ``call`` and ``what``
+    describe the sum in messages about a rank that waits for it.
     """
     if wire:
         return _SixteenBitAllReduce(row, DTYPES[wire], group, number, call, what)
@@ -57,11 +57,11 @@ class _PlainAllReduce:
         self._options.asyncOp = True
 
     def start(self) -> None:
-        # ``dist.all_reduce`` asks and logs for 10 microseconds what is known here.
+        # ``dist.all_reduce`` spends 10 microseconds on checks and logging that are not needed here.
         self._work = self._group.allreduce([self._row], self._options)
 
     def turn(self) -> None:
-        """The all-reduce does both halves."""
+        """Do nothing: ``start`` launches both halves of the all-reduce."""
 
     def finish(self) -> None:
         assert self._work is not None
@@ -77,7 +77,7 @@ class _SixteenBitAllReduce:
         ranks, self._me = dist.get_world_size(group), dist.get_rank(group)
         length = max(-(-row.numel() // ranks), 1)
         self._chunks = [row[begin : begin + length] for begin in range(0, row.numel(), length)]
-        # Gloo sends messages from host memory only. A chunk for every rank, and behind each its power of two.
+        # Gloo sends from host memory only. There is one chunk per rank, followed by its power of two.
         place = torch.device("cpu") if dist.get_backend(group) == "gloo" else row.device
         self._sent = torch.zeros((ranks, length + 1), dtype=dtype, device=place)
         self._came = torch.empty_like(self._sent)
@@ -95,7 +95,7 @@ class _SixteenBitAllReduce:
     @torch.no_grad()
     def turn(self) -> None:
         self._wait()
-        for own in self._chunks[self._me : self._me + 1]:  # none where there are fewer chunks than ranks
+        for own in self._chunks[self._me : self._me + 1]:  # empty if there are fewer chunks than ranks
             self._total[: own.numel()].copy_(own)
         for rank, message in enumerate(self._came):
             if rank != self._me:
@@ -119,7 +119,7 @@ class _SixteenBitAllReduce:
 
 def _encode(numbers: Tensor, message: Tensor) -> None:
     body = message[: numbers.numel()]
-    if message.dtype == torch.bfloat16:  # reaches as far as fp32 does
+    if message.dtype == torch.bfloat16:  # has the range of fp32, so it needs no scale
         body.copy_(numbers)
         return
     power = _power(numbers)
@@ -130,7 +130,7 @@ def _encode(numbers: Tensor, message: Tensor) -> None:
 
 
 def _decoded(message: Tensor, like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The message piece by piece: where in ``like`` it belongs, and its numbers in fp32 on the same device."""
+    """Yield each piece of the message: its destination in ``like``, and its numbers in fp32 on the same device."""
     factor = torch.exp2(-message[-1].to(like.device).float()) if message.dtype != torch.bfloat16 else None
     body = message[: like.numel()]
     for place, part in zip(_pieces(like), _pieces(body, like.device), strict=True):
@@ -139,13 +139,13 @@ def _decoded(message: Tensor, like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _pieces(row: Tensor, worker: torch.device | None = None) -> tuple[Tensor, ...]:
-    """Short enough, on a CPU, for what is made on the way to stay in its cache: 3 times as fast for 25 MB."""
+    """Split ``row`` on a CPU into pieces whose temporaries fit the cache: 3 times as fast for 25 MB."""
     device = worker or row.device
     return torch.split(row, PIECE if device.type == "cpu" else max(row.numel(), 1))
 
 
 def _power(numbers: Tensor) -> Tensor:
-    """The power of two that brings the largest entry close under ``2 * TOP``; 0 where there is nothing to save."""
+    """Return the exponent that scales the largest entry to just under ``2 * TOP``; 0 if it is 0 or not finite."""
     low, high = torch.aminmax(numbers)  # 1.4 ms for 25 MB, where vector_norm(inf) takes 17
     largest = torch.maximum(-low, high).float()
     power = torch.floor(torch.log2(TOP / largest)).clamp(-100.0, 100.0)

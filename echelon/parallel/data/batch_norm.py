@@ -1,8 +1,8 @@
-"""Batch norm over the global batch, on CPU and GPU: the statistics one process would compute.
+"""Batch norm over the global batch, on CPU and GPU, with the statistics that one process would compute.
 
 Forward merges every rank's (mean, variance, count) by the pairwise rule of Chan et al., which does not lose digits
-to a large mean as a sum of squares does. Both passes lean on torch's fused kernels: with the global statistics
-given, batch norm in evaluation mode is the forward, and its backward yields all local sums at once.
+to a large mean as a sum of squares does. Both passes use torch's fused kernels: with the global statistics given,
+forward is batch norm in evaluation mode, and the backward of that kernel returns all local sums at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _idle = False
 
 
 class stand_in_batch:
-    """While active, this rank runs a stand-in batch: it takes part in every collective but counts for nothing."""
+    """Context in which this rank, if ``active``, runs a stand-in batch: it joins all collectives with weight zero."""
 
     __slots__ = ("_active",)
 
@@ -30,7 +30,7 @@ class stand_in_batch:
         self._active = active
 
     def __enter__(self) -> None:
-        global _idle  # noqa: PLW0603 - a fact about the whole process, read deep inside the user's model
+        global _idle  # noqa: PLW0603 - state of the whole process, read deep inside the user's model
         _idle = self._active
 
     def __exit__(
@@ -58,7 +58,7 @@ def batch_norm_over(
 ) -> Tensor:
     """Return what ``F.batch_norm`` in training mode gives for the batches of all ranks of ``group`` together.
 
-    attend: called with "forward" and "backward" before numbers are exchanged there
+    attend: callback, called with "forward" or "backward" before the collective of that pass
     """
     if attend is not None:
         attend("forward")
@@ -112,7 +112,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.attend is not None:
             ctx.attend("backward")
         sums = start_small_sum(torch.stack([dw, db]).to(mean.dtype), ctx.group)()
-        if ctx.idle:  # this rank's input is not part of the statistics, so nothing flows back through them
+        if ctx.idle:  # this rank's input is not part of the statistics, so they pass no gradient to it
             dx.zero_()
         else:
             dx.sub_(_through_statistics(x, weight, mean, torch.rsqrt(var + ctx.eps), sums / total))
@@ -123,10 +123,10 @@ class _Normalize(torch.autograd.Function):
 def _alone(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``dy * weight / std``, and the local sums of ``dy * x_hat`` and ``dy``."""
+    """Return ``dy * weight / std``, and the local sums of ``dy * x_hat`` and ``dy``."""
     if x.is_cuda and x.stride(1) == 1:
         return _alone_in_plain_words(dy, x, weight, mean, var, eps)
-    # In evaluation mode the kernel returns just that.
+    # In evaluation mode the kernel returns exactly these three.
     dx, dw, db = torch.ops.aten.native_batch_norm_backward(
         dy, x, weight, mean, var, None, None, False, eps, [True, True, True]
     )
@@ -136,7 +136,7 @@ def _alone(
 def _alone_in_plain_words(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where channels lie side by side, CUDA's kernel knows training mode only."""
+    """Compute ``_alone`` with plain operations: for channels-last input, CUDA's kernel has training mode only."""
     inv_std = torch.rsqrt(var + eps)
     dims = [dim for dim in range(x.dim()) if dim != 1]
     wide = dy.to(mean.dtype)
@@ -146,7 +146,7 @@ def _alone_in_plain_words(
 
 
 def _through_statistics(x: Tensor, weight: Tensor | None, mean: Tensor, inv_std: Tensor, sums: Tensor) -> Tensor:
-    """``weight / std * (mean(dy) + x_hat * mean(dy * x_hat))``, written as one line ``slope * x + offset``."""
+    """Return ``weight / std * (mean(dy) + x_hat * mean(dy * x_hat))``, computed as ``slope * x + offset``."""
     scale = inv_std if weight is None else inv_std * weight
     slope = scale * inv_std * sums[0]
     offset = scale * sums[1] - slope * mean

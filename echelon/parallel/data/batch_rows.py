@@ -1,7 +1,7 @@
-"""BatchRows: the rows of the global batch, of which each replica has its share; gathered where a loss needs all.
+"""Gathers the rows of the global batch from all replicas, for losses that need all of them.
 
-Gathering is a sum of gradients backward. Every replica's loss counts as its share of the batch, and the shares add up
-to one: so a loss that every replica computes on all rows has the gradients that it has in one process.
+The backward of the gather sums gradients over replicas. Every replica's loss is weighted by its share of the batch,
+and the shares add up to one: a loss that every replica computes on all rows has the gradients of one process.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from echelon.plan import Plan
 class BatchRows:
     """This rank's view of the replicas that share a batch.
 
-    served: whether replicas know of one another through parameter servers only
+    served: True if replicas are connected only through parameter servers; default False
     """
 
-    current: BatchRows | None = None  #: of the engine that runs, or was made last
+    current: BatchRows | None = None  #: the instance of the engine that runs, or of the one created last
 
     def __init__(self, plan: Plan, grid: MeshGroups, served: bool = False) -> None:
         self._plan, self._grid, self._served = plan, grid, served
         self._group: dist.ProcessGroup | None = None
-        self.is_used = False  #: in this pass; in a loop of the user's own, since the last update
+        self.is_used = False  #: True if rows were gathered in this pass; in a user-written loop, since the last update
         BatchRows.current = self
 
     def open(self) -> None:
-        """Find the connections, on all ranks together."""
+        """Create the process group of the replicas; all ranks call this together."""
         self._group = self._grid.group(*self._plan.data_axes)
 
     def begin(self) -> None:
-        """A pass of this engine begins."""
+        """Make this instance the current one, at the beginning of a pass of its engine."""
         BatchRows.current, self.is_used = self, False
 
     def gather(self, features: Sequence[Tensor]) -> list[Tensor]:
-        """Return all replicas' rows of each tensor, in the order of the replicas, with gradients."""
+        """Return the rows of all replicas for each tensor, in replica order, with gradients."""
         self._refuse()
         replicas = self._plan.replicas
         if replicas == 1:
             return list(features)
-        if any(isinstance(each, FakeTensor) for each in features):  # of another stage, or while a forward is recorded
+        if any(isinstance(each, FakeTensor) for each in features):  # another stage's, or a forward is being recorded
             return [torch.cat([each] * replicas) for each in features]
         if self._group is None:
             raise UsageError("gather_batch(): the engine has no plan yet; call it in the model or the loss of a step")
@@ -59,14 +59,14 @@ class BatchRows:
         from echelon.parallel.tensor.split_axis import SplitAxis
         from echelon.parallel.tensor.split_collectives import gather_rows
 
-        if batch_norm.is_stand_in_batch():  # a stand-in for a batch that this rank does not have
+        if batch_norm.is_stand_in_batch():  # this rank has no batch, so it contributes no rows
             rows = rows[:0]
         axis = SplitAxis(group, dist.get_rank(group), dist.get_world_size(group), spread=True)
         sizes = gather_rows(rows, axis, "gather_batch(): replicas' rows are joined")
         return self._ordered(move_rows(rows, sizes, axis), sizes)
 
     def _ordered(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Order the blocks by replica: torch sorts the ranks of a group, and a plan may order its ranks otherwise."""
+        """Order the blocks by replica: torch sorts the ranks of a group, but a plan may use another order."""
         ranks = self._grid.ranks(*self._plan.data_axes)
         if ranks == sorted(ranks):
             return whole

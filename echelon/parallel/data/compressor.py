@@ -1,17 +1,18 @@
-"""Deep gradient compression: what one rank still owes the others, which part of it leaves, and how all parts land.
+"""State of deep gradient compression on one rank: accumulates gradients, selects the entries to send, applies them.
 
-Lin et al., "Deep Gradient Compression", ICLR 2018. A gradient is added to a momentum ``u``, which is added to what is
-not yet sent, ``v``; the largest entries of ``v`` leave, and ``u`` and ``v`` start from nothing there (factor masking).
+Lin et al., "Deep Gradient Compression", ICLR 2018. A gradient is added to a momentum ``u``, and ``u`` is added to the
+unsent residual ``v``. The largest entries of ``v`` are sent, and ``u`` and ``v`` are set to zero at these entries
+(factor masking).
 
-What is conserved, entry by entry, after any number of steps with gradients g:
+These invariants hold for each entry after any number of steps with gradients g:
 
     sent + v = sum of all that was ever added to v               and, with D the momentum that masking discarded,
     (1 - momentum) * (sent + v) + momentum * (u + D) = sum of g
 
-the second for plain and for Nesterov momentum alike; without momentum both say ``sent + v = sum of g``.
+The second one holds for plain and for Nesterov momentum; without momentum both reduce to ``sent + v = sum of g``.
 
-Entries of all compressed parameters are numbered in one fused space, row-major within a parameter whatever its memory
-layout, so that ranks agree and checkpoints do not depend on it.
+Entries of all compressed parameters are numbered in one fused index space, row-major within a parameter whatever its
+memory layout, so that ranks agree on the indices and checkpoints do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from torch import Tensor
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.parallel.data.topk import largest
 
-_CHUNK = 1 << 17  # entries worked on at a time on a CPU: what is cast or converted on the way stays in the cache
+_CHUNK = 1 << 17  # entries processed at a time on a CPU, so that temporaries stay in the cache
 _SHORT = (torch.float16, torch.bfloat16)
 
 
 def schedule_sparsity(step: int, begin: int, rampup_step: int, sparsities: Sequence[float]) -> float | None:
-    """The sparsity of ``step``: the list walked evenly in ``rampup_step`` steps; ``None``, dense, before ``begin``."""
+    """Return the sparsity of ``step``, or ``None`` (dense) before ``begin``.
+
+    The schedule goes through ``sparsities`` evenly in ``rampup_step`` steps and then keeps the last one.
+    """
     if rampup_step < 1 or not sparsities:
         found = f"rampup_step={rampup_step} and {len(sparsities)} sparsities"
         raise UsageError(f"a sparsity schedule was given {found}; give at least one step and one sparsity")
@@ -40,7 +44,7 @@ def schedule_sparsity(step: int, begin: int, rampup_step: int, sparsities: Seque
 
 
 def count_sent_entries(size: int, sparsity: float) -> int:
-    """How many of ``size`` entries leave: at least one."""
+    """Return how many of ``size`` entries are sent: at least one."""
     if not 0.0 <= sparsity <= 1.0:
         raise UsageError(f"the sparsity is {sparsity}; it is the share of entries held back, from 0 to 1")
     return max(1, round(size * (1.0 - sparsity)))
@@ -51,16 +55,16 @@ class Compressor:
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int], device: torch.device | str) -> None:
         self.names, self.sizes = tuple(names), tuple(sizes)
-        self.offsets = (0, *running_sum(sizes))[:-1]  #: where each parameter begins in the fused space
+        self.offsets = (0, *running_sum(sizes))[:-1]  #: first index of each parameter in the fused space
         total = sum(sizes)
-        #: Of the indices that travel: 4 bytes each while they suffice.
+        #: Type of the indices that are sent: 4 bytes each while that is enough.
         self.index_dtype = torch.int32 if total < 2**31 else torch.int64
         self._u, self._v = (torch.zeros(total, dtype=torch.float32, device=device) for _ in "uv")
         self._us, self._vs = torch.split(self._u, list(sizes)), torch.split(self._v, list(sizes))
 
     @torch.no_grad()
     def accumulate(self, index: int, grad: Tensor, momentum: float, nesterov: bool = False) -> None:
-        """Take in the gradient of parameter ``index``, weight decay and all scaling already in it."""
+        """Add the gradient of parameter ``index``, which already includes weight decay and all scaling."""
         if grad.is_sparse or grad.numel() != self.sizes[index]:
             kind = "sparse" if grad.is_sparse else f"{grad.numel()}-entry"
             wanted = f"a dense one of {self.sizes[index]}"
@@ -77,19 +81,19 @@ class Compressor:
                 v.add_(u)
 
     def counts(self, sparsity: float) -> list[int]:
-        """How many entries of each parameter ``select`` returns: the same on every rank."""
+        """Return the number of entries of each parameter that ``select`` returns: the same on every rank."""
         return [count_sent_entries(size, sparsity) for size in self.sizes]
 
     def count(self, sparsity: float) -> int:
-        """How many entries ``select`` returns: the same on every rank."""
+        """Return the number of entries that ``select`` returns: the same on every rank."""
         return sum(self.counts(sparsity))
 
     @torch.no_grad()
     def select(self, sparsity: float, wire: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The entries that leave, parameter by parameter: fused indices, and values in fp32 or the ``wire`` dtype.
+        """Return the entries to send, in parameter order: fused indices, and values in fp32 or the ``wire`` dtype.
 
-        What a 16-bit value cannot say stays in ``v``: the rounding error, and whatever is beyond the largest finite
-        number of the wire dtype, which is then what leaves. ``v`` must be finite.
+        The part of a value that 16 bits cannot represent stays in ``v``: the rounding error, and the excess over the
+        largest finite number of the wire dtype, to which values are clamped. ``v`` must be finite.
         """
         parts = zip(self._vs, self.counts(sparsity), self.offsets, strict=True)
         found = [largest(v, k).to(self.index_dtype).add_(offset) for v, k, offset in parts]
@@ -104,10 +108,10 @@ class Compressor:
         return indices, sent
 
     def _settle(self, indices: Tensor, left: Tensor | None) -> None:
-        """No momentum where something was sent, and only what is ``left`` of the gradient."""
+        """Clear the momentum of the sent entries, and set their residual to ``left`` (default zero)."""
         step = _CHUNK if indices.device.type == "cpu" else max(1, indices.numel())
         for start in range(0, indices.numel(), step):
-            here = indices[start : start + step].long()  # filling takes no other
+            here = indices[start : start + step].long()  # index_fill_ accepts no other dtype
             self._u.index_fill_(0, here, 0.0)
             if left is None:
                 self._v.index_fill_(0, here, 0.0)
@@ -115,13 +119,13 @@ class Compressor:
                 self._v.index_copy_(0, here, left[start : start + step])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name, as views: ``u.<name>`` and ``v.<name>``, each flat."""
+        """Return the state by name, as flat views: ``u.<name>`` and ``v.<name>``."""
         parts = [(f"u.{name}", u) for name, u in zip(self.names, self._us, strict=True)]
         return dict(parts + [(f"v.{name}", v) for name, v in zip(self.names, self._vs, strict=True)])
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Become the state that ``tensors`` gave on a rank like this one."""
+        """Load a state that ``tensors`` returned for the same parameters."""
         mine = self.tensors()
         if odd := sorted(mine.keys() ^ state.keys()):
             where = "is missing from" if odd[0] in mine else "is unknown but in"
@@ -133,7 +137,7 @@ class Compressor:
 
     @torch.no_grad()
     def add(self, name: str, u: Tensor, v: Tensor) -> None:
-        """Owe ``u`` and ``v`` of parameter ``name`` on top: so one rank takes over from others that are gone."""
+        """Add ``u`` and ``v`` to the state of parameter ``name``: this rank takes over the state of a removed rank."""
         mine = self.tensors()
         for key, more in ((f"u.{name}", u), (f"v.{name}", v)):
             if key not in mine:
@@ -141,7 +145,7 @@ class Compressor:
             mine[key].add_(_fitting(key, more, mine[key]))
 
     def clear(self) -> None:
-        """Owe nothing."""
+        """Set momentum and residual to zero."""
         self._u.zero_()
         self._v.zero_()
 
@@ -168,11 +172,11 @@ def apply_sparse(
     values: Tensor,
     alphas: Sequence[float],
 ) -> None:
-    """Add what every rank selected, times its alpha, to every parameter.
+    """Add the entries that all ranks selected, times the parameter's alpha, to every parameter.
 
-    ``indices`` and ``values`` have one row a rank; ``offsets`` and ``counts`` are the compressor's. Equal inputs give
-    equal bits everywhere: a row names no entry twice, and rows are added in order, so that atomic additions on a GPU
-    have nothing to race for. Nothing as large as a parameter is made on the way.
+    ``indices`` and ``values`` have one row per rank; ``offsets`` and ``counts`` are the compressor's. Equal inputs give
+    bitwise equal results on every rank: a row contains no index twice, and rows are added in order, so that atomic
+    additions on a GPU cannot race. No temporary is as large as a parameter.
     """
     begin = 0
     for parameter, offset, count, alpha in zip(parameters, offsets, counts, alphas, strict=True):
@@ -187,7 +191,7 @@ def apply_sparse(
 
 
 def _in_memory(parameter: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """The parameter's memory as a flat view, and where in it the given entries (numbered row-major) lie."""
+    """Return a flat view of the parameter's memory, and the positions in it of ``entries`` (numbered row-major)."""
     if parameter.is_contiguous():
         return parameter.view(-1), entries
     places, rest, last = torch.zeros_like(entries, dtype=torch.int64), entries, 0
@@ -199,11 +203,11 @@ def _in_memory(parameter: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_rounding_once(memory: Tensor, places: Tensor, values: Tensor, alpha: float) -> None:
-    """``memory[places] += alpha * values`` in 16 bits, the sum over ranks taken in fp32 first.
+    """Compute ``memory[places] += alpha * values`` in 16 bits, with the sum over ranks taken in fp32 first.
 
-    Adding rank by rank would round, and lose small changes, at every rank. Here equal places get a common slot, the
-    slots sum up, and every place is written as often as it was named, each time the same number. Sorting instead of
-    counting distinct places keeps the host from waiting for a GPU.
+    Adding rank by rank would round, and lose small changes, at every rank. Here equal places share a slot, each slot
+    is summed, and a place that occurs several times is written several times with the same number. Sorting is used
+    instead of counting distinct places because the count would make the host wait for a GPU.
     """
     places = places.long()
     ordered, order = places.flatten().sort(stable=True)

@@ -1,9 +1,9 @@
-"""Deep gradient compression: momentum SGD whose large gradients travel as their few largest entries.
+"""Deep gradient compression: momentum SGD that sends only the largest entries of large gradients.
 
-Lin et al., "Deep Gradient Compression", ICLR 2018. Every rank adds its gradient to a momentum and a residual of its
-own, sends the residual's largest entries, and forgets what it has sent. Positions and values of all parameters leave
-in one message. Ranks' contributions add up to the mean gradient, as everywhere here: weight decay and the momentum
-taken over from the dense steps are divided among the ranks, the gradients come in so divided.
+Lin et al., "Deep Gradient Compression", ICLR 2018. Every rank adds its gradient to its own momentum and residual,
+sends the residual's largest entries, and clears the entries that it has sent. Positions and values of all parameters
+are sent in one message. The contributions of all ranks add up to the mean gradient: gradients arrive already weighted
+by the rank's share, and weight decay and the momentum taken over from the dense steps are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from echelon.plan import Plan
 
 @dataclass(frozen=True)
 class DgcGroups:
-    """Whom a rank exchanges sparse gradients with.
+    """The process groups in which a rank exchanges sparse gradients.
 
-    parts:  how many contributions there are: ranks, or hosts when hosts reduce densely inside
-    across: the group of those who exchange; None for a rank that only listens, or that is alone
-    within: the ranks of this host, and ``leader`` the one of them that exchanges; None when every rank does
+    parts:  number of contributions: ranks, or hosts if gradients are reduced densely within a host
+    across: group of the exchanging ranks; None for a rank that only receives, or for a single part
+    within: group of this host's ranks, of which ``leader`` exchanges; None (default) if every rank exchanges
     """
 
     parts: int
@@ -49,7 +49,7 @@ class DgcGroups:
 
 
 def make_dgc_groups(plan: Plan, world: World, groups: ProcessGroups) -> DgcGroups:
-    """The groups for a plan; every rank makes all of them, in the same order."""
+    """Create the process groups of a plan; every rank creates all of them, in the same order."""
     if world.size == 1:
         return DgcGroups(1, None)
     if plan.ranks_per_host == 1:
@@ -63,7 +63,7 @@ def make_dgc_groups(plan: Plan, world: World, groups: ProcessGroups) -> DgcGroup
 
 
 class SparseMomentum(SharingOptimizer):
-    """Stands in for the SGD it was made from, whose parameter groups it shares: schedules drive both."""
+    """Replaces the user's SGD and shares its parameter groups, so that LR schedulers of the SGD apply to both."""
 
     def __init__(
         self, source: torch.optim.Optimizer, plan: Plan, key: str, named: Mapping[str, nn.Parameter], peers: DgcGroups
@@ -79,22 +79,25 @@ class SparseMomentum(SharingOptimizer):
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         device = self._compressed[0].device if self._compressed else torch.device("cpu")
         self.residual = Compressor(self.names, [p.numel() for p in self._compressed], device)
-        self._received: tuple[list[int], Tensor, Tensor] | None = None  # counts; positions and values, a row a part
+        self._received: tuple[list[int], Tensor, Tensor] | None = None  # counts; positions and values, one row per part
 
     @property
     def leads(self) -> bool:
-        """Whether this rank has a residual of its own to keep."""
+        """True if this rank has its own residual."""
         return self._peers.leads
 
     def sparsity(self, step: int) -> float | None:
-        """The part that is not sent at this step (counted from 0); None while everything still travels densely."""
+        """Return the share of entries not sent at this step (counted from 0); None while all gradients are dense."""
         s = self._settings
         found = schedule_sparsity(step, s.rampup_begin_step, s.rampup_step, s.sparsity)
         return found if self._compressed else None
 
     @torch.no_grad()
     def exchange(self, sparsity: float, magnify: Tensor | float) -> None:
-        """Take in the local gradients and swap the largest entries. ``magnify`` turns a rank's into its own mean."""
+        """Accumulate the local gradients and exchange the largest entries.
+
+        magnify: factor that turns this rank's gradient, a part of the global mean, into the mean over its own samples
+        """
         packed = None
         self._take_over_momentum()
         if self._peers.leads:
@@ -102,11 +105,11 @@ class SparseMomentum(SharingOptimizer):
             packed = _pack(*self.residual.select(sparsity, self._wire))
         self._received = self._unpack(self._gathered(packed, sparsity), sparsity)
         for parameter in self._compressed:
-            parameter.grad = None  # it has gone into the residual; what is applied is sparse
+            parameter.grad = None  # it is part of the residual now; the update is sparse
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Plain SGD with what was received; momentum SGD for parameters that travelled whole."""
+        """Apply plain SGD with the received entries, and momentum SGD to parameters with dense gradients."""
         for group in self.param_groups:
             self._dense_step(group, [p for p in group["params"] if p.grad is not None])
         if self._received is not None:
@@ -126,7 +129,7 @@ class SparseMomentum(SharingOptimizer):
             self.residual.accumulate(index, grad, group["momentum"], group["nesterov"])
 
     def _take_over_momentum(self) -> None:
-        """The momentum of the dense steps goes on in the residuals, and nowhere else; each contributor takes a part."""
+        """Move the momentum of the dense steps into the residuals; each contributor takes an equal part."""
         for name, parameter in zip(self.names, self._compressed, strict=True):
             velocity = self.state.pop(parameter, {}).get("momentum_buffer")
             if velocity is not None and self._peers.leads:
@@ -134,7 +137,10 @@ class SparseMomentum(SharingOptimizer):
                 self.residual.add(name, part, torch.zeros_like(part))
 
     def _clip_factor(self, magnify: Tensor | float) -> Tensor | float:
-        """DGC clips before it accumulates: each contributor its own mean gradient, at clip / sqrt(contributors)."""
+        """Return the clip factor: each contributor clips its own mean gradient, at clip / sqrt(contributors).
+
+        DGC clips before it accumulates.
+        """
         grads = [p.grad for p in self._compressed if p.grad is not None]
         if self._clip is None or not grads:
             return 1.0
@@ -157,7 +163,7 @@ class SparseMomentum(SharingOptimizer):
         return rows
 
     def _words(self, sparsity: float) -> tuple[int, int]:
-        """How many 32-bit words the positions and the values of a message take."""
+        """Return the number of 32-bit words of a message's positions, and of its values."""
         count = self.residual.count(sparsity)
         return count * self.residual.index_dtype.itemsize // 4, (count + 1) // 2 if self._wire else count
 
@@ -199,7 +205,7 @@ def _refuse_others(source: torch.optim.Optimizer) -> None:
 
 
 def _pack(positions: Tensor, values: Tensor) -> Tensor:
-    """One message of 32-bit words: all positions, then all values."""
+    """Return one message of 32-bit words: all positions, then all values."""
     if values.element_size() == 2 and values.numel() % 2:
         values = torch.cat([values, values.new_zeros(1)])
     return torch.cat([positions.view(torch.int32), values.view(torch.int32)])

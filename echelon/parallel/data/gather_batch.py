@@ -1,4 +1,4 @@
-"""Features of the whole global batch, for losses that compare samples with each other."""
+"""Public function ``gather_batch``: features of the global batch, for losses that compare samples with each other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def gather_batch(features: Tensor, /, *more: Tensor) -> tuple[Tensor, ...]: ...
 
 @hide_from_dynamo
 def gather_batch(*features: Any) -> Any:
-    """Gather the rows (dimension 0) of all replicas, with gradients; in one process, return what is given.
+    """Gather the rows (dimension 0) of all replicas, with gradients; in one process, return the arguments.
 
-    Every replica gets the rows of the global batch, replica by replica, as ``engine.loader`` deals them out; shares may
+    Every replica gets the rows of the global batch in replica order, as ``engine.loader`` distributes them; shares may
     be uneven. A mean loss of the gathered rows, computed on every replica, has the value and the gradients that one
     process computes. In a pipeline the rows are those of one micro-batch.
     """

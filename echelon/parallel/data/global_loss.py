@@ -1,7 +1,7 @@
-"""One small message a step: how many samples did all ranks see, and what was the mean loss over them?
+"""Global sample count and global mean loss of a step, from one small all-reduce.
 
-It leaves before backward and is read when the first bucket needs the divisor, so its latency hides. On a CPU, where a
-message costs more than its latency, it rides with the last bucket of gradients.
+The message is sent before backward and read when the first bucket needs the divisor, so its latency is hidden. On a
+CPU, where a message costs more than its latency, the numbers piggyback on the last bucket of gradients.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from echelon.base.errors import LossError
 from echelon.distributed.collectives import start_small_sum
 from echelon.parallel.loss.loss_reduction import Count, times_count
 
-#: A count travels as two numbers, so that it stays exact among single precision's: how many of so many, and the rest.
+#: A piggybacked count is sent as quotient and remainder by this number, so that it stays exact in single precision.
 PACK = 4096.0
 
 
-#: Of all ranks: losses times what they count for, what they count for, and rows.
+#: Sums over all ranks: losses times their counts, counts, and rows.
 Sums = tuple[Tensor, Tensor, Tensor] | tuple[float, float, float]
 
 
 class PiggybackSum(Protocol):
-    """What sums some numbers over the same ranks anyhow, after backward."""
+    """A reducer that can sum a few more numbers over the same ranks in one of its own messages, after backward."""
 
     def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]: ...
 
@@ -36,10 +36,10 @@ class PiggybackSum(Protocol):
 class GlobalLoss:
     """The global sample count and loss of one forward pass. ``group=None``: this process is the whole job.
 
-    count:  what this rank's loss averages over: rows, or targets that count
-    rows:   samples in its batch
-    is_sum: losses of ranks are added, not averaged
-    ride:   in place of a message of its own; then nothing is known before gradients are reduced
+    count:  number of items that this rank's loss averages over: rows, or targets that are not ignored
+    rows:   samples in this rank's batch
+    is_sum: True if losses of ranks are added, not averaged
+    ride:   reducer to piggyback on instead of a separate message; the sums are then known only after the reduction
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class GlobalLoss:
 
     @property
     def loss(self) -> Tensor:
-        """Mean loss over all samples of all ranks (sum over ranks of their losses, with ``is_sum``)."""
+        """Mean loss over all samples of all ranks; with ``is_sum``, the sum of the ranks' losses."""
         if self._loss is None:
             self._loss = self._mean(self._received())
         return self._loss
 
     @property
     def total(self) -> Tensor | float:
-        """Sum of all ranks' losses, each times what it counts for."""
+        """Sum of all ranks' losses, each times its count."""
         if self._alone:
             return self.local if self.is_sum else times_count(self.local, self.count)
         return self._received()[0]
@@ -92,12 +92,12 @@ class GlobalLoss:
 
     @property
     def samples(self) -> Tensor | float:
-        """Samples over all ranks: a number on the CPU, a tensor on a GPU (reading it there would stall the step)."""
+        """Samples of all ranks: a number on the CPU, a tensor on a GPU (reading it there would stall the step)."""
         return self.count if self._alone else _readable(self._received()[1])
 
     @property
     def expected(self) -> tuple[Tensor | float, Tensor | float]:
-        """Samples and rows of all ranks, waited for."""
+        """Samples and rows of all ranks; reading this waits for the message."""
         return self.samples, self.rows
 
     @property
@@ -124,7 +124,7 @@ def _unpacked(sums: Callable[[], list[float]]) -> Callable[[], tuple[float, floa
 
 
 def _as_double(counts: Sequence[Count], device: torch.device) -> Tensor:
-    """Return counts side by side, without waiting for those that a device still computes."""
+    """Return the counts as one tensor, without waiting for counts that a device still computes."""
     if not any(isinstance(count, Tensor) for count in counts):
         return torch.tensor(counts, dtype=torch.double, device=device)
     return torch.stack([torch.as_tensor(count, dtype=torch.double, device=device) for count in counts])
@@ -138,11 +138,11 @@ def _readable(count: Tensor | float) -> Tensor | float:
 class PipelineLocalLoss:
     """One rank's part of a pipeline's loss.
 
-    total:     sum of the micro-batches' losses, each times what it counts for; zero before the last stage
-    count:     what they count for together
+    total:     sum of the micro-batches' losses, each times its count; zero before the last stage
+    count:     sum of the micro-batches' counts
     rows:      samples in the batch
     auxiliary: mean of the auxiliary losses of this rank's modules
-    is_sum:    losses of replicas are added
+    is_sum:    True if losses of replicas are added
     """
 
     total: Tensor
@@ -153,12 +153,12 @@ class PipelineLocalLoss:
 
 
 class PipelineGlobalLoss:
-    """The same for a pipeline, whose loss only its last stage knows, and only at the end.
+    """The global sample count and loss of a pipeline, known only to its last stage and only after backward.
 
-    expected: what this rank's loss is likely to average over; all ranks are told of it ahead where that is asked for
-    rides:    never: several ranks know of one batch
-    speaks:   this rank counts, others that work on the same batch only listen
-    ahead:    backward has to know how many samples all ranks expect
+    expected: expected count of this rank's loss; with ``ahead`` it is summed over ranks before backward
+    rides:    always False, because several ranks work on one batch
+    speaks:   True if this rank contributes the counts; other ranks with the same batch contribute zero
+    ahead:    True if backward needs the expected count of all ranks
     """
 
     rides = False
@@ -187,7 +187,7 @@ class PipelineGlobalLoss:
 
     @property
     def expected(self) -> tuple[Tensor | float, Tensor | float]:
-        """What all ranks expect to count, and their rows."""
+        """Expected count and rows of all ranks."""
         if self._group is None:
             return self.count, self._rows
         assert self._expected is not None
@@ -195,7 +195,7 @@ class PipelineGlobalLoss:
         return _readable(count), _readable(rows)
 
     def close(self, result: PipelineLocalLoss) -> None:
-        """Take what this rank knows of the loss when backward is over."""
+        """Record this rank's part of the loss after backward, and start the sum over ranks."""
         self.count, self.is_sum = result.count, result.is_sum
         is_mean = not self.is_sum and (isinstance(result.count, Tensor) or result.count)
         self.local = (result.total / result.count if is_mean else result.total) + result.auxiliary
@@ -231,7 +231,10 @@ class PipelineGlobalLoss:
 
     @property
     def adds_up(self) -> bool:
-        """Return True if the last stage has found the loss to be a sum over samples, in every replica."""
+        """True if the last stage of every replica has found the loss to be a sum over samples.
+
+        Raises LossError if replicas disagree.
+        """
         if self._group is None:
             return self.is_sum
         _, rows, summed, _, _ = self._received().tolist()

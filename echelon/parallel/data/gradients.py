@@ -1,4 +1,4 @@
-"""Between a loss and gradients that are ready to be applied: weighting by samples, merging, reducing, unscaling."""
+"""Gradients from the loss to the optimizer: weights by samples, merges passes, reduces over ranks, unscales."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from echelon.plan import Plan
 
 
 class GradientReducer(Protocol):
-    """What brings the gradients of one optimizer together."""
+    """Reduces the gradients of one optimizer over ranks."""
 
     def arm(self, compressing: bool = ..., passes: Passes = ...) -> None: ...
 
@@ -31,7 +31,7 @@ class GradientReducer(Protocol):
 
 
 class PartialGradientSum(Protocol):
-    """What adds up gradients of one update that other ranks hold parts of, once they are reduced."""
+    """Sums gradients of which several ranks hold partial sums, after the reduction over replicas."""
 
     def add_up(self, optimizers: Collection[str]) -> None: ...
 
@@ -39,11 +39,11 @@ class PartialGradientSum(Protocol):
 class Gradients:
     """The gradients of one model.
 
-    parameters: what backward fills, by name
-    held:       what optimizers step on, by name: the same, or shards of them
-    reducers:   by optimizer; empty when this process steps alone
-    census:     asks all ranks that hold a part of the model
-    sums:       what is left to add up when gradients are reduced
+    parameters: parameters that backward computes gradients of, by name
+    held:       parameters that optimizers step on, by name: the same ones, or their shards
+    reducers:   reducers by optimizer; empty if this process steps alone
+    census:     norm and finiteness over all ranks that hold a part of the model
+    sums:       further sums to compute after the gradients are reduced
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class Gradients:
         trainable = {spec.name: spec.trainable for spec in plan.model}
         self._frozen = [(name, parameter) for name, parameter in parameters.items() if not trainable[name]]
         self._sum = plan.reduce_op == "sum"
-        self._may_be_sum = plan.reduce_op == "auto"  # a pipeline's last stage tells after the first pass
+        self._may_be_sum = plan.reduce_op == "auto"  # a pipeline's last stage knows after the first pass
         self._adds_passes = False  # merged passes are added, not averaged: the loss itself is a sum over samples
-        self._final = plan.lean is not None  # applied while backward runs: nothing can be put right afterwards
-        self.holds_sums = plan.shard is not None and plan.shard.level > 1  #: every pass is reduced at once
-        # Alone and unmerged, the loss's own gradient is the answer: nothing to weight, nothing to divide.
+        self._final = plan.lean is not None  # applied while backward runs: nothing can be corrected afterwards
+        self.holds_sums = plan.shard is not None and plan.shard.level > 1  #: each pass is reduced immediately
+        # One process without merging uses the loss's own gradient: there is nothing to weight or divide.
         self._plain = not reducers and plan.gradient_merge == 1 and plan.pipeline is None
         self.assumed: Tensor | float | None = None  #: samples of the previous update, see ``_assume``
-        self._assumed_rows: Tensor | float = 1.0  # of the same update
+        self._assumed_rows: Tensor | float = 1.0  # rows of the same update
         self.merged = 0  #: forward passes since the last update
-        self.merged_samples: Tensor | float = 0.0  #: what the losses of all ranks averaged over in them
-        self.merged_rows: Tensor | float = 0.0  #: rows of all ranks' batches in them
-        self.merged_loss: Tensor | float = 0.0  #: sum of all ranks' losses in them, times what they averaged over
-        self._own_samples: Count = 0.0  # and this rank alone
-        self.weights: Tensor | float = 0.0  #: sum of what this rank's losses were multiplied by
-        self._boost = 1.0  # beyond the loss scale, see ``_assume``
+        self.merged_samples: Tensor | float = 0.0  #: counts of all ranks' losses in these passes
+        self.merged_rows: Tensor | float = 0.0  #: rows of all ranks' batches in these passes
+        self.merged_loss: Tensor | float = 0.0  #: sum of all ranks' losses in these passes, each times its count
+        self._own_samples: Count = 0.0  # counts of this rank's losses
+        self.weights: Tensor | float = 0.0  #: sum of the weights of this rank's losses
+        self._boost = 1.0  # factor in addition to the loss scale, see ``_assume``
         self._carrier: PiggybackSum | None = None  # see ``ride``
-        self.overflowed = False  #: some gradient is not finite, so that the step must be skipped
-        self._stale = True  # those of a finished update stay readable until the next backward begins
+        self.overflowed = False  #: True if some gradient is not finite, so that the step must be skipped
+        self._stale = True  # gradients of a finished update stay readable until the next backward begins
 
     @property
     def ready(self) -> bool:
@@ -91,24 +91,24 @@ class Gradients:
 
     @property
     def is_reduced(self) -> bool:
-        """Return True if ranks share their gradients; False where each steps alone."""
+        """True if ranks reduce their gradients; False if each rank steps alone."""
         return bool(self._reducers)
 
     @property
     def own_samples(self) -> float:
-        """What this rank's losses averaged over since the last update."""
+        """Sum of the counts of this rank's losses since the last update."""
         return float(self._own_samples)
 
     @property
     def loss(self) -> Tensor | float:
-        """The loss of the update: over all ranks and merged passes the mean, or the sum where losses are sums."""
+        """Loss of the update over all ranks and merged passes: the mean, or the sum if losses are sums."""
         if self._adds_passes:
             return self.merged_loss
         return self.merged_loss / (self.merged if self._sum else self.merged_samples)
 
     @property
     def empty(self) -> bool:
-        """Only where ranks step alone: this one has seen no sample, and has nothing to apply."""
+        """True if this rank steps alone and has seen no sample, so that there is nothing to apply."""
         return not self._reducers and isinstance(self.merged_samples, float | int) and self.merged_samples == 0
 
     def add(
@@ -119,11 +119,11 @@ class Gradients:
         step: int,
         passes: Passes = once,
     ) -> None:
-        """Run ``backward``, which multiplies losses by what ``weigh`` returns. The last of the merged passes also
-        reduces, while backward runs.
+        """Run ``backward``, which multiplies losses by the result of ``weigh``.
 
-        Every rank weights its loss by its part of the global batch, so that gradients are sums that add up over ranks
-        and merged passes to the exact mean, however uneven the shares.
+        The last of the merged passes also reduces the gradients, while backward runs. Every rank weights its loss by
+        its share of the global batch, so that the sum of the gradients over ranks and merged passes is the exact mean,
+        however uneven the shares are.
         """
         self.clear()
         self.merged += 1
@@ -143,7 +143,7 @@ class Gradients:
             clock.lap("communicate")
 
     def meet(self, group: dist.ProcessGroup | None) -> None:
-        """``group``: who knows of one global loss in every step."""
+        """Let the loss of each step piggyback on a reducer, if one covers ``group``, the ranks that share a loss."""
         if group is None or len(self._reducers) > 1 or self._plan.gradient_merge > 1:
             return
         for reducer in self._reducers.values():
@@ -151,19 +151,19 @@ class Gradients:
 
     @property
     def counts_first(self) -> bool:
-        """Whether backward has to know how many samples all ranks have."""
+        """True if backward needs the number of samples of all ranks."""
         return self.assumed is None and not (self._plain or self._sum)
 
     @property
     def ride(self) -> PiggybackSum | None:
-        """What can take a step's loss along. Not where the number of samples must be known before backward."""
+        """Reducer that the step's loss can piggyback on; None if the sample count is needed before backward."""
         return self._carrier if self.assumed is not None else None
 
     def add_local(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Backward and nothing else; ``reduce`` follows when the user says so.
+        """Run backward only; the user's loop triggers ``reduce`` later.
 
-        weight: what this rank counts as. Weighed afterwards is the same, but for what backward itself adds up over
-        replicas (batch norm).
+        weight: weight of this rank, default 1. Weighting afterwards gives the same result, except for the sums over
+                replicas within backward itself (batch norm)
         """
         self.clear()
         backward_of(loss, self._scaler.scale * (weight if self._together and not self._sum else 1.0))
@@ -171,7 +171,10 @@ class Gradients:
     def reduce(
         self, optimizers: Iterable[str], samples: Count, tally: GlobalLoss, step: int, weighed: bool = False
     ) -> None:
-        """Reduce what ``add_local`` gathered, this rank counting as ``samples``; ``weighed`` there, or not yet."""
+        """Reduce the gradients of ``add_local``, with ``samples`` as this rank's weight.
+
+        weighed: True if ``add_local`` has applied the weight already; default False
+        """
         self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, tally.samples, samples
         self.merged_rows = tally.rows
         self.assumed, self._boost = tally.samples, 1.0
@@ -183,12 +186,12 @@ class Gradients:
         self._settle(chosen, step)
 
     def applied(self) -> None:
-        """The optimizer has used them."""
+        """Reset the counts after the optimizer has used the gradients."""
         self.merged, self.merged_samples, self._own_samples, self._stale = 0, 0.0, 0.0, True
         self.merged_rows, self.merged_loss = 0.0, 0.0
         self.weights = 0.0
         if self._final:
-            self.assumed = None  # so that the next step waits for its own count
+            self.assumed = None  # makes the next step wait for its own count
 
     def clear(self) -> None:
         if self._stale:
@@ -197,34 +200,34 @@ class Gradients:
             self._stale = False
 
     def unreduced(self) -> dict[str, Tensor]:
-        """What has been merged but not reduced: part of the training state."""
+        """Return the gradients that are merged but not reduced: part of the training state."""
         if not self.merged:
             return {}
         return {name: p.grad for name, p in self._gathering.items() if p.grad is not None}
 
     @property
     def _gathering(self) -> Mapping[str, nn.Parameter]:
-        """Where merged gradients lie."""
+        """Parameters whose ``grad`` holds the merged gradients."""
         return self._held if self.holds_sums else self._parameters
 
     def facts(self) -> dict[str, float | None]:
-        """The numbers that belong to the training state."""
+        """Return the numbers that belong to the training state."""
         return {name: float(value) if isinstance(value, Tensor) else value for name, value in self.numbers().items()}
 
     def numbers(self) -> dict[str, Tensor | float | None]:
-        """The same, without waiting for a GPU that has not computed them yet."""
+        """Return the numbers of ``facts`` without waiting for a GPU that has not computed them yet."""
         return {
             "merged": self.merged, "merged_samples": self.merged_samples, "own_samples": self._own_samples,
             "merged_rows": self.merged_rows, "merged_loss": self.merged_loss, "assumed": self.assumed,
         }  # fmt: skip
 
     def restore(self, facts: Mapping[str, Any], unreduced: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
-        """Take up merged gradients again. A parameter named more than once gets the sum."""
+        """Restore merged gradients. A parameter that occurs more than once gets the sum."""
         self._stale = True
         self.clear()
         self.merged, self.assumed = facts["merged"], facts["assumed"]
         self.merged_samples, self._own_samples = facts["merged_samples"], facts["own_samples"]
-        # checkpoints of earlier versions have neither: rows were what was counted
+        # checkpoints of earlier versions have neither, because they counted rows only
         self.merged_rows, self.merged_loss = (
             facts.get("merged_rows", self.merged_samples),
             facts.get("merged_loss", 0.0),
@@ -235,13 +238,14 @@ class Gradients:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _assume(self, tally: GlobalLoss | PipelineGlobalLoss) -> None:
-        """Settle what the weights of this pass are parts of: the samples of the previous update.
+        """Set the total sample count that the weights of this pass refer to: the one of the previous update.
 
-        Waiting here for the true number would hold a quick rank's backward until the slowest has done its forward
-        pass. All ranks assume the same, so the sum can be put right afterwards, in the steps where it must be.
+        Waiting here for the true number would delay a fast rank's backward until the slowest rank has finished its
+        forward pass. All ranks assume the same number, so the sum can be corrected afterwards if it was wrong.
 
-        A loss scale is meant for the mean over one batch, as it is in one process; its part of a large global batch
-        would be as much smaller as there are batches in it, and vanish in fp16. So that factor is taken along.
+        A loss scale is chosen for the mean over one batch, as in one process. Gradients of one batch's share of a large
+        global batch are smaller by the number of batches and would underflow in fp16, so the loss is multiplied by
+        that number too.
         """
         passes = self._plan.gradient_merge
         if isinstance(tally, GlobalLoss) and tally.is_sum and not self._sum:
@@ -255,7 +259,7 @@ class Gradients:
         self._assumed_rows = rows * passes if isinstance(rows, Tensor) or rows else 1.0
 
     def weigh(self, count: Count) -> Count:
-        """Return what a loss over ``count`` samples is multiplied by: its part of all that the update will see."""
+        """Return the factor for a loss over ``count`` samples: its share of all samples of the update, scaled."""
         scale = self._scaler.scale * self._boost
         if self._plain or self._adds_passes:
             weight: Count = scale
@@ -268,7 +272,7 @@ class Gradients:
         return weight
 
     def weigh_rows(self, rows: float) -> Count:
-        """Return the weight of a loss over rows, beside one that is over something else."""
+        """Return the weight of a loss that averages over rows, for an update whose main loss counts other items."""
         scale = self._scaler.scale * self._boost
         return scale / self._plan.gradient_merge if self._sum else rows * scale / self._assumed_rows
 
@@ -277,7 +281,7 @@ class Gradients:
         return self._scaler.scale * self._boost
 
     def _note(self, tally: GlobalLoss | PipelineGlobalLoss) -> None:
-        """Add up what is known of a pass when its backward is over."""
+        """Add the counts and the loss of a pass to the totals, after its backward."""
         if isinstance(tally, PipelineGlobalLoss) and self._may_be_sum:
             self._may_be_sum = False
             self._sum = self._adds_passes = tally.adds_up
@@ -289,7 +293,7 @@ class Gradients:
 
     @property
     def _together(self) -> bool:
-        """Whether replicas share every step."""
+        """True if several replicas reduce their gradients in every step."""
         return bool(self._reducers) and self._plan.replicas > 1
 
     def _arm(self, optimizers: Iterable[str], step: int, passes: Passes = once) -> None:
@@ -301,7 +305,7 @@ class Gradients:
         return self._compressors[key].sparsity(step) if key in self._compressors else None
 
     def _settle(self, optimizers: Collection[str], step: int) -> None:
-        """They are reduced: put right what was assumed, and see whether they can be used."""
+        """Correct the reduced gradients for the assumed sample count, check for overflow, and exchange sparse ones."""
         if not (self._sum or self._plain or self.empty):
             self._correct(self.merged_samples)
         self.overflowed = self._scaler.active and not self._all_finite(optimizers)
@@ -324,7 +328,7 @@ class Gradients:
         return self._census.all_finite(self._scaler.unscale(grads, self._boost), self._device)
 
     def _refuse_thawed(self) -> None:
-        """A parameter that the plan does not reduce must not be trained: replicas would drift apart unseen."""
+        """Raise UsageError if a frozen parameter has a gradient: it is not reduced, so replicas would diverge."""
         for name, parameter in self._frozen:
             if self._reducers and parameter.grad is not None:
                 raise UsageError(
@@ -335,7 +339,7 @@ class Gradients:
     def _correct(self, actual: Tensor | float) -> None:
         assert self.assumed is not None
         self._assumed_rows = self.merged_rows
-        # On a GPU comparing would wait for the device; there the multiplication is cheaper than the question.
+        # On a GPU a comparison would wait for the device; there the multiplication is cheaper.
         if isinstance(actual, Tensor) or actual != self.assumed:
             self._scale(self.assumed / actual)
         self.assumed = actual
@@ -349,12 +353,14 @@ class Gradients:
 
 
 def backward_of(loss: Tensor, weight: Tensor | float) -> None:
-    """Backward of ``loss * weight``, without the multiplication, and without ``Tensor.backward``'s own questions where
-    their answers are known: together 30 microseconds, a good part of a small step."""
+    """Run backward of ``loss * weight``, without the multiplication and without the checks of ``Tensor.backward``.
+
+    Together these take 30 microseconds, a large part of a small step.
+    """
     if isinstance(weight, Tensor):
         gradient = weight.to(loss.device, loss.dtype)
     else:
-        told = weight if weight <= torch.finfo(loss.dtype).max else math.inf  # a loss scale may be beyond it
+        told = weight if weight <= torch.finfo(loss.dtype).max else math.inf  # a loss scale may exceed it
         gradient = torch.scalar_tensor(told, dtype=loss.dtype, device=loss.device)
     if not loss.requires_grad:
         raise LossError(

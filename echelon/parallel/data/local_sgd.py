@@ -1,6 +1,6 @@
-"""LocalSGD: every rank steps alone, and now and then all replicas become their average.
+"""LocalSGD: every rank steps alone, and all replicas are averaged every k steps.
 
-At a sync each rank sends how far it has come since the last one, and all continue from the mean of that:
+At a sync each rank sends its weight change since the last sync, and all ranks continue from the mean change:
 ``w = snapshot - mean(snapshot - w)``. With an outer optimizer the mean is a gradient for Nesterov momentum (Douillard
 et al., "DiLoCo", 2023). The adaptive form follows Wang and Joshi, "Adaptive Communication Strategies" (AdaComm), 2019.
 """
@@ -27,7 +27,7 @@ from echelon.strategy import AdaptiveLocalSgd, LocalSgd, Outer
 
 
 class LocalSgdAverager:
-    """Counts the steps that ranks take alone and brings the replicas together when it is time."""
+    """Counts local steps and averages the replicas when a sync is due."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class LocalSgdAverager:
         adaptive = isinstance(plan.local, AdaptiveLocalSgd)
         self.k = plan.local.init_k_steps if isinstance(plan.local, AdaptiveLocalSgd) else plan.local.k_steps
         self.since = 0  #: steps since the last sync
-        self._first: float | None = None  # loss of the first step: this rank's own, and after a sync everyone's mean
+        self._first: float | None = None  # loss of the first step: this rank's own, after a sync the mean of all ranks
         self._first_rate = 0.0
         self._agreed = not adaptive
-        self.before_meeting: Callable[[], None] = lambda: None  #: called where a step ends in a sync
+        self.before_meeting: Callable[[], None] = lambda: None  #: called before the sync at the end of a step
 
     def after_step(self, step: int, loss: Tensor, rate: float) -> str | None:
-        """Called after each update (``step`` counts from 1). A line to say when k changed."""
+        """Sync if it is due after update ``step`` (counted from 1); return a line to log if k changed."""
         self.since += 1
         adaptive = isinstance(self._settings, AdaptiveLocalSgd)
         if adaptive and self._first is None and math.isfinite(float(loss)):
@@ -72,16 +72,16 @@ class LocalSgdAverager:
         return None if self.k == before else f"localsgd: k {before} -> {self.k}"
 
     def next_meeting(self, step: int) -> int:
-        """The first step after ``step``, which was the last, after which all meet."""
+        """Return the number of the next step that ends with a sync, where ``step`` is the last finished one."""
         return next(at for at in itertools.count(step + 1) if self.since + at - step >= self._apart(at))
 
     def _apart(self, step: int) -> int:
-        """How many steps after the last meeting ``step`` must be to be the next."""
+        """Return the number of steps between syncs that is in force at ``step``."""
         return self.k if step > self._settings.begin_step else 1
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """For a while, the model is the average of all replicas; then every rank has its own again."""
+        """Set the model to the average of all replicas within the context; restore this rank's weights afterwards."""
         if self.since == 0:
             yield
             return
@@ -101,7 +101,7 @@ class LocalSgdAverager:
 
     @contextlib.contextmanager
     def met(self) -> Iterator[None]:
-        """For a while, all ranks have the same weights: nothing is averaged to show them."""
+        """Mark all ranks as having equal weights within the context, so that ``averaged`` does nothing."""
         since, self.since = self.since, 0
         try:
             yield
@@ -109,7 +109,7 @@ class LocalSgdAverager:
             self.since = since
 
     def tensors(self) -> dict[str, Tensor]:
-        """Where the ranks last met, and the outer momentum: the same on every rank."""
+        """Return the weights of the last sync and the outer momentum: the same on every rank."""
         return self._snapshots() | self._outer_momentum()
 
     def facts(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class LocalSgdAverager:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None) -> None:
-        """Go on as saved; without ``facts`` (another number of ranks) from the average that the model now is."""
+        """Restore a saved state; without ``facts`` (the number of ranks changed) start from the model's weights."""
         self.since = 0
         for drift in self._drifts:
             drift.begin_here()
@@ -142,7 +142,7 @@ class LocalSgdAverager:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """All replicas become their average, the outer optimizer's step taken."""
+        """Set all replicas to their average, or to the result of the outer optimizer's step."""
         self.since = 0
         for index, change in enumerate(self._mean_changes()):
             self._drifts[index].go_on(self._outer_step(index, change))
@@ -152,7 +152,7 @@ class LocalSgdAverager:
         self._agree_on_scale()
 
     def _mean_changes(self) -> Iterator[Tensor]:
-        """``mean over ranks of (snapshot - w)``, part by part while the next ones still travel."""
+        """Yield the mean over ranks of ``snapshot - w`` bucket by bucket, while later buckets are still being sent."""
         for drift in self._drifts:
             drift.start()
         for drift in self._drifts:
@@ -174,7 +174,7 @@ class LocalSgdAverager:
             self._scaler.scale = float(smallest)
 
     def _adapt(self, loss: float, rate: float) -> None:
-        """k from the mean loss over the ranks, those aside whose step overflowed."""
+        """Set k from the mean loss over the ranks whose loss is finite."""
         settings = self._settings
         assert isinstance(settings, AdaptiveLocalSgd)
         own = [*_counted(loss), rate, *_counted(self._first if self._first is not None else math.nan)]
@@ -191,5 +191,5 @@ class LocalSgdAverager:
 
 
 def _counted(number: float) -> tuple[float, float]:
-    """A number and 1, or nothing and 0, so that a sum of such pairs gives a mean over those that are finite."""
+    """Return (number, 1), or (0, 0) if it is not finite: sums of such pairs give the mean of the finite numbers."""
     return (number, 1.0) if math.isfinite(number) else (0.0, 0.0)

@@ -1,17 +1,17 @@
-"""Reducing gradients over replicas, in buckets, while backward still runs.
+"""All-reduces gradients over replicas in buckets, overlapped with backward.
 
-Autograd tells us when each parameter's gradient is complete. When a bucket's last one is, the bucket's
-gradients are copied into one flat buffer and the buffer is all-reduced in the background. Afterwards
-``parameter.grad`` is a view of the buffer, so nothing is copied back. Buckets leave in the plan's order on every
+An autograd hook reports when each parameter's gradient is complete. When the last gradient of a bucket is complete, the
+bucket's gradients are copied into one flat buffer and the buffer is all-reduced in the background. Afterwards
+``parameter.grad`` is a view of the buffer, so nothing is copied back. Buckets are sent in the plan's order on every
 rank, whatever order backward finishes them in.
 
-Buckets that DGC compresses stay where they are, or are reduced inside the host only.
+Buckets that DGC compresses are not reduced here, or are reduced only within the host.
 
-A parameter that no rank used keeps ``grad = None``, as in one process: a zero instead would let weight decay and
-momentum move it. Each bucket therefore carries one flag a parameter behind the gradients: who used me?
+A parameter that no rank used keeps ``grad = None``, as in one process: with a zero gradient, weight decay and momentum
+would change it. Each bucket therefore has one flag per parameter behind the gradients, which says if a rank used it.
 
-On a CPU the last bucket takes a step's loss and number of samples along: a message of their own would cost a small
-model more than its gradients do.
+On a CPU the step's loss and number of samples piggyback on the last bucket: for a small model a separate message would
+cost more than the gradients do.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
 Passes = Callable[[str], int]
 
 
-SEATS = 5  # numbers that travel behind the flags of the last bucket
+SEATS = 5  # piggybacked numbers behind the flags of the last bucket
 
 
 def once(name: str) -> int:
-    """One backward pass makes every gradient."""
+    """Return 1: a single backward pass completes every gradient."""
     return 1
 
 
@@ -50,9 +50,9 @@ def _carrier(plan: Plan, bucket: Bucket, carriers: Carriers) -> dist.ProcessGrou
 class Reducer:
     """Reduces the gradients of the plan's buckets that belong to one optimizer.
 
-    carriers: by axes, the groups that carry buckets; a bucket along axes that are not there is reduced by nobody
-    place:    this rank's place along the stage axis
-    within:   the ranks of this host, when buckets that are compressed are first reduced among them
+    carriers: process groups that reduce buckets, by axes; a bucket whose axes are missing is not reduced
+    place:    this rank's coordinate on the stage axis, default 0
+    within:   group of this host's ranks, if compressed buckets are first reduced among them; default None
     """
 
     def __init__(
@@ -83,26 +83,26 @@ class Reducer:
             bucket.watch(self._on_complete)
 
     def arm(self, compressing: bool = False, passes: Passes = once) -> None:
-        """From now on a completed bucket is sent; when ``compressing``, those that the plan compresses are not.
+        """Start sending completed buckets; with ``compressing``, not those that the plan compresses.
 
-        ``passes`` says how many backward passes make up each parameter's gradient.
+        passes: function from a parameter's name to the number of backward passes that make up its gradient
         """
         self._armed, self._compressing, self._next = True, compressing, 0
         for bucket in self._buckets:
             bucket.reset(passes)
 
     def can_piggyback(self, group: dist.ProcessGroup) -> bool:
-        """Whether numbers can be summed over ``group`` beside the gradients."""
+        """Return True if numbers can be summed over ``group`` along with the gradients."""
         return bool(self._buckets) and self._buckets[-1].can_piggyback(group)
 
     def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Send ``SEATS`` numbers with the gradients; what is returned gives their sums, once ``finish`` is done."""
+        """Send ``SEATS`` numbers with the gradients; return a function that gives their sums after ``finish``."""
         return self._buckets[-1].piggyback(numbers)
 
     def finish(self) -> None:
-        """Send what is left, wait for everything, and leave every parameter with its reduced gradient."""
+        """Send the remaining buckets, wait for all of them, and set every ``parameter.grad`` to its reduced value."""
         if self._next < len(self._buckets):
-            with torch.no_grad():  # inside backward it is so
+            with torch.no_grad():  # autograd hooks already run without grad
                 self._send(everything=True)
         self._armed = False
         for bucket in self._buckets:
@@ -124,7 +124,7 @@ class Reducer:
 
 
 class _Bucket:
-    """Some parameters, and the flat row in which their gradients travel and live afterwards."""
+    """Some parameters, and the flat buffer in which their gradients are sent and then stay."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class _Bucket:
         self._row = torch.zeros(self._size + len(self.parameters) + seats, dtype=first.dtype, device=first.device)
         behind = self._row[self._size :]
         self._flags, self._seats = behind[: len(self.parameters)], seats
-        self._behind = behind.numpy() if here else None  # the same memory, without an operation of torch's
-        self._front = np.ones(len(behind)) if here else None  # what goes there: flags, and who rides
+        self._behind = behind.numpy() if here else None  # the same memory, written without a torch operation
+        self._front = np.ones(len(behind)) if here else None  # values to write there: flags and piggybacked numbers
         self._slots = _views(self._row, self.parameters)
         self._scaled = plan.wire == "fp16"
         number = plan.buckets.index(bucket)
@@ -158,20 +158,20 @@ class _Bucket:
         self._on_complete: Callable[[], None] = lambda: None
         self._under_way: AllReduce | None = None
         self._missing: list[int] = []
-        self._waiting: dict[int, int] = {}  # passes to come, by parameter
+        self._waiting: dict[int, int] = {}  # number of outstanding passes, by parameter
 
     @property
     def complete(self) -> bool:
         return not self._waiting
 
     def watch(self, on_complete: Callable[[], None]) -> None:
-        """Call ``on_complete`` whenever backward has made the last of these gradients."""
+        """Call ``on_complete`` whenever backward has computed the last of these gradients."""
         self._on_complete = on_complete
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(_hook(self, index))  # type: ignore[no-untyped-call]
 
     def note(self, index: int) -> None:
-        """Backward has made this gradient."""
+        """Record that backward has computed this gradient."""
         if self._under_way is not None:
             raise UsageError(
                 f"the gradient of '{self.names[index]}' changed after it was sent: one backward finished it "
@@ -192,9 +192,9 @@ class _Bucket:
     def send(self, compressing: bool) -> None:
         over = self._sum_within if compressing and self._compressed else self._sum
         slots, made = self._made()
-        if over is None:  # every rank keeps its own gradients; DGC takes them from here
+        if over is None:  # every rank keeps its own gradients, which DGC reads from ``parameter.grad``
             return
-        if made:  # else nothing here was used, as where a stage holds a parameter for the sake of an output
+        if made:  # empty if nothing here was used, e.g. a stage that holds a parameter only to return it
             torch._foreach_copy_(slots, made)
         for i in self._missing:
             self._slots[i].zero_()
@@ -205,12 +205,12 @@ class _Bucket:
         for i in self._missing:
             self._flags[i] = 0
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
-            parameter.grad = slot  # the gradient autograd made is free from here on
+            parameter.grad = slot  # frees the gradient that autograd allocated
         self._under_way = over
         over.start()
 
     def _made(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients that are there, and where they go; notes those that are missing."""
+        """Return the slots and the gradients of the parameters that have one; record the missing ones."""
         made = [p.grad for p in self.parameters]
         self._missing = []
         for i, grad in enumerate(made):
@@ -227,7 +227,10 @@ class _Bucket:
         return [slot for slot, grad in zip(self._slots, made, strict=True) if grad is not None], there
 
     def _flag(self) -> Tensor | float:
-        """What says "used". Beside a 1, gradients under 1e-11 vanish among half floats: there, the largest."""
+        """Return the flag that means "used": 1, or the largest gradient if sent in fp16.
+
+        A 1 would set the fp16 scale of its chunk, and gradients under 1e-11 would underflow.
+        """
         if not self._scaled:
             return 1.0
         low, high = torch.aminmax(self._row[: self._size])
@@ -261,8 +264,11 @@ class _Bucket:
 
 
 def _hook(bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
-    """Torch holds a hook, and what the hook holds, where Python's garbage collection does not look: hence a weak
-    reference, or neither model nor connections would ever be freed."""
+    """Return a gradient hook that holds the bucket by a weak reference.
+
+    Torch keeps a hook and its references where Python's garbage collector does not look: with a strong reference,
+    neither the model nor the process groups would ever be freed.
+    """
     found = weakref.ref(bucket)
 
     def hook(_: Tensor) -> None:
@@ -274,7 +280,7 @@ def _hook(bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
 
 
 def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """One view of ``flat`` a parameter, laid out in memory as the parameter is (channels-last stays so)."""
+    """Return one view of ``flat`` per parameter, with the memory layout of the parameter (channels-last stays so)."""
     views, offset = [], 0
     for p in parameters:
         end = offset + p.numel()

@@ -1,4 +1,4 @@
-"""Reducing row-sparse gradients: only the rows that some rank touched travel."""
+"""Reduction of row-sparse gradients: only rows that some rank touched are sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.distributed.collectives import all_gather
 
 
 def reduce_sparse(name: str, parameter: nn.Parameter, group: dist.ProcessGroup) -> Tensor | None:
-    """The sum over ranks of ``parameter.grad``, coalesced; ``None`` when no rank used the parameter."""
+    """Return the coalesced sum over ranks of ``parameter.grad``; ``None`` if no rank used the parameter."""
     rows, values = _local_rows(name, parameter)
     counts = all_gather(torch.tensor([-1 if rows is None else rows.numel()], device=parameter.device), group)
     sizes = [int(count) for count in counts.flatten().tolist()]

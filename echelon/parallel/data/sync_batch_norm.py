@@ -1,8 +1,9 @@
-"""Layers whose batch norm shares its statistics over replicas, whatever their class.
+"""Synchronized batch norm for layers of any class: statistics are computed over all replicas.
 
-A layer with torch's own forward computes it here at once. A forward of another kind (timm's BatchNormAct2d, a module
-that calls ``F.batch_norm``) runs as it is, and the calls of ``F.batch_norm`` and ``torch.batch_norm`` in it are shared.
-A layer gets a class of its own in place of a patched method: its deep copy stays a layer of its own.
+A layer with torch's own forward gets a direct implementation. Any other forward (timm's BatchNormAct2d, a module that
+calls ``F.batch_norm``) runs unchanged, and its calls of ``F.batch_norm`` and ``torch.batch_norm`` are intercepted.
+A layer gets a new class instead of a patched method, because a patched method would still refer to the original layer
+in a deep copy.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _PLAIN = "_class_without_sharing"
 
 @dataclass
 class BatchNormSync:
-    """One layer's part in statistics over replicas.
+    """Batch norm of one layer with statistics over all replicas.
 
     name:   the layer's name in the model
-    attend: called with the name, and "forward" or "backward", before numbers are exchanged
-    remark: takes a line about what cannot be shared; None when it has been said
+    attend: callback, called with the name and "forward" or "backward" before each collective
+    remark: callback for a line about statistics that cannot be synchronized; None after it has been called
     """
 
     name: str
@@ -55,7 +56,7 @@ class BatchNormSync:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """Return what ``F.batch_norm`` gives, in training mode for the batches of all replicas together."""
+        """Return the result of ``F.batch_norm``; in training mode, with statistics over the batches of all replicas."""
         if not training or _is_weight(input):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         given = _whole(input), running_mean, running_var, weight, bias, momentum, eps
@@ -74,7 +75,7 @@ def synchronize(
     attend: Attend | None = None,
     remark: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Let the named layers share their statistics over ``group``. Weights, buffers and names stay as they are."""
+    """Synchronize the statistics of the named layers over ``group``. Weights, buffers and names do not change."""
     modules = dict(model.named_modules())
     for name in names:
         module = modules[name]
@@ -85,16 +86,17 @@ def synchronize(
 
 
 def make_local(model: nn.Module) -> None:
-    """Let each batch norm have statistics of its own process: undo ``synchronize``, and torch's SyncBatchNorm.
+    """Make all batch norms use local statistics: undo ``synchronize``, and replace torch's SyncBatchNorm.
 
-    SyncBatchNorm exchanges over all ranks of the job, stages and split parts too, and refuses a CPU.
+    SyncBatchNorm synchronizes over all ranks of the job, including pipeline stages and split ranks, and does not
+    support a CPU.
     """
     for module in model.modules():
         kind = getattr(type(module), _PLAIN, type(module))
-        if kind is not type(module):  # a traced module would hand even the same class on to what it wraps
+        if kind is not type(module):  # a traced module would pass even an assignment of the same class to what it wraps
             module.__class__ = kind
         if isinstance(module, nn.SyncBatchNorm) and not issubclass(kind, _LocalStatistics):
-            # Behind the class, so that its forward is kept and finds this one as super().forward.
+            # This class comes after the user's class, so that the user's forward stays and calls it as super().forward.
             own = _LocalStatistics if kind is nn.SyncBatchNorm else type(kind.__name__, (kind, _LocalStatistics), {})
             module.__class__ = own
 
@@ -127,7 +129,7 @@ class _SyncedBatchNorm(BatchNorm):
 
 
 class _SyncedModule(nn.Module):
-    """A layer with a forward of another kind, in which batch norm is shared."""
+    """A layer with any other forward, whose batch norm calls are synchronized."""
 
     sharing: BatchNormSync
 
@@ -139,7 +141,7 @@ class _SyncedModule(nn.Module):
         return self._first_forward(*args, **kwargs)
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward, and say what in it is not as in one process."""
+        """Run forward, and report what differs from a run in one process."""
         before = _running_statistics(self)
         with _BatchNormInterceptor(self.sharing) as calls:
             result = super().forward(*args, **kwargs)
@@ -158,12 +160,12 @@ class _SyncedModule(nn.Module):
 
 
 def _running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return copies: kernels of batch norm do not count up a tensor's version."""
+    """Return copies of the buffers: batch norm kernels do not increment a tensor's version counter."""
     return [value.clone() for value in module._buffers.values() if value is not None]
 
 
 class _BatchNormInterceptor(TorchFunctionMode):
-    """Within it, calls of batch norm share their statistics; ``rows`` are those of their inputs."""
+    """Context in which batch norm calls are synchronized; ``rows`` lists the number of rows of each call's input."""
 
     def __init__(self, sharing: BatchNormSync) -> None:
         super().__init__()
@@ -202,10 +204,10 @@ def _as_functional(
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return True for a parameter or a view of one: standardizing a weight has nothing to do with the batch."""
+    """Return True for a parameter or a view of one: weight standardization does not depend on the batch."""
     return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that is split over ranks as a whole one."""
+    """Return the tensor itself, or the whole tensor if it is split over ranks."""
     return cast(Tensor, tensor.whole()) if hasattr(tensor, "whole") else tensor

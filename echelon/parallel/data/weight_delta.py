@@ -1,4 +1,4 @@
-"""How far a replica has come since all replicas were last the same, for some parameters that travel together."""
+"""Change of one bucket's parameters since the last sync of all replicas, for LocalSGD."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.parallel.data.all_reduce import sum_over
 
 
 class WeightDelta:
-    """The parameters as they were, and a row in which their change travels: two copies of them, made once."""
+    """A snapshot of one bucket's parameters and a flat buffer for their change; both are allocated once."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WeightDelta:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to sum ``snapshot - parameters`` over all ranks."""
+        """Start the sum of ``snapshot - parameters`` over all ranks."""
         places = zip(self._parameters, self._views(self._snapshot), self._views(self._change), strict=True)
         for parameter, was, change in places:
             torch.sub(was, parameter, out=change)
@@ -44,34 +44,34 @@ class WeightDelta:
 
     @torch.no_grad()
     def mean(self) -> Tensor:
-        """The mean change over all ranks, once it is here."""
+        """Wait for the sum and return the mean change over all ranks."""
         self._sum.finish()
         return self._change.div_(self._ranks)
 
     @torch.no_grad()
     def go_on(self, change: Tensor) -> None:
-        """From the snapshot less ``change``: that is the next snapshot, and the parameters."""
+        """Set the snapshot and the parameters to the snapshot minus ``change``."""
         unflatten_into(self._snapshot.sub_(change), self._parameters)
 
     @torch.no_grad()
     def show(self, change: Tensor) -> None:
-        """Let the parameters be the snapshot less ``change``, and keep the snapshot."""
+        """Set the parameters to the snapshot minus ``change``, and keep the snapshot."""
         unflatten_into(self._snapshot - change, self._parameters)
 
     @torch.no_grad()
     def begin_here(self) -> None:
-        """The parameters are the same on all ranks now."""
+        """Set the snapshot to the parameters, which are now the same on all ranks."""
         self._snapshot.copy_(flatten(self._parameters))
 
     def snapshots(self) -> dict[str, Tensor]:
-        """By parameter, as flat views."""
+        """Return the snapshot by parameter name, as flat views."""
         return self.by_name(self._snapshot)
 
     def by_name(self, row: Tensor) -> dict[str, Tensor]:
         return {name: view.view(-1) for name, view in zip(self._names, self._views(row), strict=True)}
 
     def empty(self) -> Tensor:
-        """A row of zeros for these parameters."""
+        """Return a flat buffer of zeros for these parameters."""
         return torch.zeros_like(self._snapshot)
 
     def copy(self) -> Tensor:

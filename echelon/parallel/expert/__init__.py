@@ -1,1 +1,1 @@
-"""Expert parallelism: experts of a mixture on different ranks."""
+"""Expert parallelism: the experts of a mixture-of-experts layer are on different ranks."""

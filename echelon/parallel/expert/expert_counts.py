@@ -1,9 +1,9 @@
-"""Headcount: how many tokens every rank sends to every expert, and what follows from it alone.
+"""ExpertCounts: the number of tokens that every rank sends to every expert, and all that follows from it.
 
-One small message, the same on all ranks afterwards, settles everything: each expert's capacity, who stands before whom,
-how many rows travel from where to where, and in which row of an expert's buffer each one lands. Positions are counted
-over all ranks as if their tokens were one batch: those of rank 0, then those of rank 1, and so on; first choices of
-all tokens before second choices.
+One small all-gather determines everything on all ranks: each expert's capacity, the order of tokens in its queue, the
+number of rows sent between ranks, and the row of an expert's buffer for each token. Positions are counted over all
+ranks as if their tokens were one batch: those of rank 0, then those of rank 1, and so on; first choices of all tokens
+come before second choices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from echelon.nn.expert_gate import capacity
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """lengths: [ranks, top, experts] on the host; tokens: of every rank; me: this rank's place among them."""
+    """Queue lengths of all experts on all ranks.
+
+    lengths:  [ranks, top, experts], tokens in each queue; a CPU tensor
+    tokens:   number of tokens of every rank
+    me:       this rank's index among the ranks
+    factor:   capacity factor
+    """
 
     lengths: Tensor
     tokens: tuple[int, ...]
@@ -35,7 +41,7 @@ class ExpertCounts:
 
     @property
     def room_left(self) -> Tensor:
-        """[ranks, top, experts]: how much of the capacity is left where the queue of a choice and rank begins."""
+        """The capacity left at the beginning of the queue of each rank and choice, [ranks, top, experts]."""
         by_choice = self.lengths.transpose(0, 1)
         flat = by_choice.flatten(0, 1)
         ahead = (flat.cumsum(0) - flat).view_as(by_choice).transpose(0, 1)
@@ -43,19 +49,22 @@ class ExpertCounts:
 
     @property
     def kept(self) -> Tensor:
-        """[ranks, top, experts]: how many of a queue find room."""
+        """The number of tokens of each queue that fit into the capacity, [ranks, top, experts]."""
         return self.room_left.minimum(self.lengths)
 
     @property
     def fractions(self) -> Tensor:
-        """[experts]: the fraction of all tokens whose first choice each is."""
+        """The fraction of all tokens that have each expert as their first choice, [experts]."""
         return self.lengths[:, 0].sum(0).double() / max(sum(self.tokens), 1)
 
 
 def count_expert_tokens(
     lengths: Tensor, tokens: int, factor: float, everyone: dist.ProcessGroup | None, *, me: int
 ) -> ExpertCounts:
-    """Every rank's queue lengths, [top, experts], and number of tokens. Reading them waits for a GPU, once a layer."""
+    """Gather every rank's queue lengths, [top, experts], and number of tokens.
+
+    Reading them on the host waits for the GPU, once per layer.
+    """
     message = torch.cat([lengths.flatten(), lengths.new_tensor([tokens])])
     rows = (message[None] if everyone is None else all_gather(message, everyone)).cpu()
     return ExpertCounts(rows[:, :-1].view(-1, *lengths.shape), tuple(rows[:, -1].tolist()), me, factor)
@@ -63,7 +72,13 @@ def count_expert_tokens(
 
 @dataclass(frozen=True)
 class ExpertDispatch:
-    """Rows from this rank to each of the axis and from each to this one; where those land, in buffers of ``width``."""
+    """The rows that this rank exchanges with the ranks of the axis.
+
+    sent:   number of rows sent to each rank
+    came:   number of rows received from each rank
+    slots:  position of each received row in the experts' buffers
+    width:  rows of the buffer of each expert
+    """
 
     sent: tuple[int, ...]
     came: tuple[int, ...]
@@ -72,13 +87,14 @@ class ExpertDispatch:
 
 
 def plan_dispatch(kept: Tensor, me: int, owned: list[Range]) -> ExpertDispatch:
-    """From what the ranks of the axis keep, [ranks, top, experts]; rank i has the experts of ``owned[i]``.
+    """Return the dispatch for the kept tokens of the ranks of the axis, [ranks, top, experts].
 
-    Rows leave in order of expert, then choice, then token: so they come as (rank, expert, choice).
+    Rank i has the experts of ``owned[i]``. Rows are sent in order of expert, then choice, then token, so they arrive in
+    order of rank, expert, choice.
     """
     sent = tuple(int(kept[me, :, begin:end].sum()) for begin, end in owned)
     mine = kept[:, :, slice(*owned[me])].permute(0, 2, 1)  # [ranks, experts here, top]
-    by_expert = mine.transpose(0, 1).flatten(1)  # the queues of one expert, one after another
+    by_expert = mine.transpose(0, 1).flatten(1)  # [experts here, ranks * top], the queues of each expert in a row
     width = int(by_expert.sum(1).max()) if by_expert.numel() else 0
     begins = by_expert.cumsum(1) - by_expert + width * torch.arange(len(by_expert))[:, None]
     begins = begins.view(mine.shape[1], mine.shape[0], mine.shape[2]).transpose(0, 1).flatten()

@@ -1,21 +1,21 @@
-"""A mixture of experts over ranks: each has some of the experts, and tokens travel to theirs and back.
+"""A mixture of experts split over ranks: each rank has some experts, and all-to-all sends tokens to them and back.
 
-The numbers are those of one process on all tokens, dropped ones included: see ``headcount``. Weights of the gate are
-whole on every rank.
+The results are those of one process on all tokens, including which tokens are dropped: see expert_counts.py. The gate's
+weights are whole on every rank.
 
-Shared batch: every rank routes its share of the tokens, so no work is done twice. Entering cuts the batch into shares
-(backward: gather), leaving gathers them (backward: cut); the gate's gradient, of a share only, is summed over the axis
-at once, and so equals that of the whole batch on every rank.
+Shared batch: every rank routes its share of the tokens, so no work is done twice. The input is scattered into shares
+(backward: all-gather), and the outputs are all-gathered (backward: own share). The gate's gradient, of one share only,
+is all-reduced over the axis at once, and so equals that of the whole batch on every rank.
 
-Spread batch: every rank routes its own tokens. The gate's gradient is that of this rank's tokens, and the engine adds
-it up as it does for every whole parameter.
+Spread mode: every rank routes its own tokens. The gate's gradient is that of this rank's tokens, and the engine reduces
+it as it does for every whole parameter.
 
 The auxiliary loss of all T tokens is A = c * E * sum_e f_e * P_e, with f_e the fraction of all tokens whose first
 choice is e (no gradient) and P_e the mean probability over all. With p_re the mean over the n_r tokens of rank r,
-P_e = sum_r (n_r / T) * p_re. The engine multiplies rank r's loss by n_r / T and adds up: so rank r reports
+P_e = sum_r (n_r / T) * p_re. The engine multiplies rank r's loss by n_r / T and sums over ranks: so rank r reports
 A_r = c * E * sum_e f_e * p_re, with f of all ranks and p of its own. Then sum_r (n_r / T) * A_r = A and, as f is a
 constant, the same holds for the gradients. Ranks that share a batch report one value: p is then the mean over their
-common batch; its sum over shares passes the gradient on as it is, because each share contributes to it once.
+common batch. The all-reduce over shares has the identity as its backward, because each share contributes to p once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def moe_pieces(module: MoE, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
 
 
 def split_moe(module: MoE, axis: SplitAxis, mark: Split | None = None) -> dict[str, Layout]:
-    """Leave to this rank its part of the experts; layouts of the parameters that are cut, by their names inside."""
+    """Split the layer in place, and return the layouts of its split parameters, by name inside the module."""
     (piece,) = moe_pieces(module, mark or Split(), axis)
     layouts = piece.layouts()
     for name, layout in layouts.items():
@@ -70,10 +70,10 @@ def split_moe(module: MoE, axis: SplitAxis, mark: Split | None = None) -> dict[s
 
 
 def count_together(module: MoE, everyone: dist.ProcessGroup) -> None:
-    """Count capacity and load over ``everyone``: all ranks whose tokens together are those of the global batch.
+    """Count capacity and load over ``everyone``: the ranks whose tokens together form the global batch.
 
-    For a split layer these are the replicas times the split axis, as each routes a share of its own. For a layer that
-    every rank has whole, they are the ranks with a batch of their own.
+    For a split layer these are the replicas times the split axis, because each rank routes its own share. For a layer
+    that is whole on every rank, they are the ranks with their own batches.
     """
     if not isinstance(module, SplitMoE):
         split_moe(module, SplitAxis(None, 0, 1, spread=True))
@@ -101,7 +101,7 @@ class SplitMoE(MoE):
         with rank_local_rng(self.axis, tokens.device, wanted=self.training and (self.noise > 0 or self.random_second)):
             choice = self._choose(tokens, gate)
         counted = len(tokens)
-        if batch_norm._idle:  # a stand-in for a batch: takes part, and counts for nothing
+        if batch_norm._idle:  # a stand-in batch takes part in collectives, but its tokens are not counted
             counted, choice = (
                 0,
                 TokenRouting(torch.full_like(choice.experts, self.experts), choice.weights, choice.probabilities),
@@ -112,7 +112,7 @@ class SplitMoE(MoE):
 
     def _travel(self, tokens: Tensor, choice: TokenRouting, queues: ExpertQueues, heads: ExpertCounts) -> Tensor:
         left = heads.room_left[heads.me].to(tokens.device)
-        left = torch.cat([left, left.new_zeros(len(left), 1)], 1)  # for tokens that go nowhere
+        left = torch.cat([left, left.new_zeros(len(left), 1)], 1)  # for tokens without an expert
         kept = queues.places < left.gather(1, choice.experts)
         there = plan_dispatch(heads.kept[self._members()], self.axis.rank, self.owned)
         order = torch.where(kept, choice.experts, self.experts).flatten().argsort(stable=True)[: sum(there.sent)]
@@ -122,7 +122,7 @@ class SplitMoE(MoE):
         return self._weigh(rows, kept, choice)
 
     def _answers(self, came: Tensor, there: ExpertDispatch) -> Tensor:
-        """What this rank's experts make of the rows that came, in the same order."""
+        """Apply this rank's experts to the received rows, and return the outputs in the same order."""
         slots = there.slots.to(came.device)
         here = len(self.w1)
         buffer = came.new_zeros(here * there.width, self.dim).index_copy_(0, slots, came)
@@ -136,7 +136,7 @@ class SplitMoE(MoE):
         return balance(heads.fractions.to(sums), sums / max(counted, 1))
 
     def _members(self) -> list[int]:
-        """The places of the axis's ranks among everyone."""
+        """Return the indices of the axis's ranks within the group ``everyone``."""
         if self.axis.group is None or self.everyone is None:
             return [_place(self.everyone)]
         ranks = dist.get_process_group_ranks(self.everyone)
@@ -148,7 +148,7 @@ def _place(group: dist.ProcessGroup | None) -> int:
 
 
 def _exchange(rows: Tensor, there: ExpertDispatch, axis: SplitAxis, home: bool = False) -> Tensor:
-    """Rows to the ranks of their experts, or back home."""
+    """Send rows to the ranks of their experts, or with ``home`` back to the ranks of their tokens."""
     sent, came = (there.came, there.sent) if home else (there.sent, there.came)
     forth = partial(split_all_to_all, cut=0, cut_sizes=sent, join=0, join_sizes=came, axis=axis)
     back = partial(split_all_to_all, cut=0, cut_sizes=came, join=0, join_sizes=sent, axis=axis)

@@ -1,4 +1,4 @@
-"""See what losses average over while nothing keeps a graph: in evaluation."""
+"""Finds what losses average over in evaluation, where there is no autograd graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LossCall(NamedTuple):
 
 
 class SeenLoss(NamedTuple):
-    """How a loss was computed without a graph: its own operations where they could be traced, and calls seen."""
+    """Record of a loss computed without a graph: the loss traced by itself, if possible, and the recorded calls."""
 
     traced: Tensor | None
     calls: list[LossCall]
@@ -33,7 +33,7 @@ class SeenLoss(NamedTuple):
 
 @contextlib.contextmanager
 def record_loss_calls() -> Iterator[list[LossCall]]:
-    """Collect the calls of torch's losses over targets that some may be ignored of."""
+    """Record calls of torch's losses that can ignore targets: cross_entropy and nll_loss."""
     calls: list[LossCall] = []
     plain = {name: getattr(F, name) for name in ("cross_entropy", "nll_loss")}
     for name, function in plain.items():
@@ -63,7 +63,7 @@ def _recorded(function: Callable[..., Tensor], calls: list[LossCall]) -> Callabl
 def _seen(target: Any, weight: Any, ignore_index: int, reduction: str, **others: Any) -> LossCall | None:
     if reduction not in ("mean", "sum") or not isinstance(target, Tensor) or isinstance(target, FakeTensor):
         return None
-    if target.is_floating_point():  # probabilities: torch divides by their rows
+    if target.is_floating_point():  # probabilities: torch divides by the number of rows
         return LossCall(reduction, float(target.numel() // target.shape[1] if target.dim() > 1 else 1))  # type: ignore[arg-type]
     counted = target != ignore_index
     total = counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
@@ -71,13 +71,13 @@ def _seen(target: Any, weight: Any, ignore_index: int, reduction: str, **others:
 
 
 def can_trace(output: Any) -> bool:
-    """Return True if a loss of these outputs can be computed with a graph of its own."""
+    """Return True if a loss of these outputs can be computed with its own graph."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
 
 
 def as_leaves(output: Any) -> Any:
-    """Return the outputs as if they were weights: the graph of a loss over them begins here."""
+    """Return the outputs as leaf tensors, so that the graph of a loss begins at them."""
     return tree_map(lambda leaf: _as_leaf(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
 
@@ -87,6 +87,6 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def trace_loss(loss: Callable[..., Tensor], output: Any, *targets: Any) -> Tensor:
-    """Return the loss with the graph of its own operations, and of nothing before them."""
+    """Return the loss with a graph of only its own operations, which begins at ``output``."""
     with torch.enable_grad():
         return loss(as_leaves(output), *targets)

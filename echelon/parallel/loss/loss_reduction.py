@@ -1,9 +1,9 @@
-"""Find out what a loss averages over, from the autograd graph behind it.
+"""Finds what a loss averages over, from its autograd graph.
 
-Replicas, merged passes and micro-batches each compute the mean over their own samples. The mean over all of them is
-the same as one process's only if each is weighted by what it averaged over: rows, targets that are not ignored, class
-weights, the sum of a mask. The last operations of the loss keep that number for their own backward, so reading it
-costs about a microsecond and needs no word from the user.
+Replicas, merged passes and micro-batches each compute the mean over their own samples. The mean over all of them
+equals that of one process only if each is weighted by its count: rows, targets that are not ignored, class weights, the
+sum of a mask. The last operations of the loss save that number for their own backward, so reading it takes about a
+microsecond and needs no option from the user.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 Kind = Literal["mean", "sum", "weights", "unknown"]
 Count = Tensor | float
 
-#: ``reduction`` of torch's loss functions, as their backward keeps it.
+#: ``reduction`` of torch's loss functions, as their backward nodes save it.
 _MEAN, _SUM = 1, 2
-#: Operations that change neither what a scalar is a mean of nor how many entries went into it.
+#: Operations that change neither the kind of a reduction nor the number of its entries.
 _TRANSPARENT = {
     *("ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1"),
     *("UnsqueezeBackward0", "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "NegBackward0", "MulBackward1"),
@@ -35,23 +35,23 @@ _MEANS = {"MeanBackward0", "MeanBackward1"}
 _SUMS = {"SumBackward0", "SumBackward1"}
 _STACKS = {"StackBackward0", "CatBackward0"}
 _LEAF = "torch::autograd::AccumulateGrad"
-#: Elementwise operations between weights and a penalty on them.
+#: Operations that may occur between weights and a penalty on them.
 _OF_WEIGHTS = {
     *("PowBackward0", "AbsBackward0", "SqrtBackward0", "NormBackward0", "LinalgVectorNormBackward0", "TBackward0"),
     *("ExpBackward0", "LogBackward0", "SelectBackward0", "SoftplusBackward0", "SigmoidBackward0"),
     *(*_TRANSPARENT, *_ADDITIONS, *_PRODUCTS, *_QUOTIENTS, *_SUMS, *_MEANS, *_STACKS),
 }
-_DEEPEST = 64  #: nodes looked at, before a loss counts as unknown
+_DEEPEST = 64  #: nodes visited before a loss counts as unknown
 
 
 @dataclass(frozen=True)
 class LossTerm:
     """One of the scalars that add up to a loss.
 
-    count: entries that a mean goes over; for a sum the divisor that followed it, if any
-    route: from the loss's own node to the one that reduced, as indices of inputs
-    total: entries before any were ignored, where that is known
-    size:  all entries that a mean over rows goes over, padding among them
+    count: number of entries that a mean averages over; default 1
+    route: input indices on the way from the loss's own node to the reducing node
+    total: number of entries including ignored ones; None if unknown
+    size:  number of all entries of a mean over rows, including padding; None if unknown
     """
 
     kind: Kind
@@ -65,7 +65,7 @@ class LossTerm:
 def find_terms(loss: Tensor, rows: float | None) -> list[LossTerm]:
     """Return the terms of a loss.
 
-    rows: samples in the batch; None where that is not known
+    rows: samples in the batch; None if unknown
     """
     if loss.grad_fn is None:
         return []
@@ -73,12 +73,12 @@ def find_terms(loss: Tensor, rows: float | None) -> list[LossTerm]:
 
 
 def depends_on_shape(term: LossTerm) -> bool:
-    """Return True if a mean goes over all entries of a tensor, whatever their values."""
+    """Return True if a mean goes over all entries of a tensor, so that its count depends on the shape only."""
     return term.node not in _NLL and term.node not in _QUOTIENTS
 
 
 def read_count(loss: Tensor, term: LossTerm, rows: float | None) -> Count | None:
-    """Return what the same term of a later loss counts; None if the loss is computed in another way now."""
+    """Return the count of the same term of a later loss; None if the graph of that loss is different."""
     node: Any = loss.grad_fn
     try:
         for at in term.route:
@@ -138,7 +138,7 @@ def _of_reduction(node: Any, name: str, rows: float | None, route: tuple[int, ..
     shape = tuple(node._saved_self_sym_sizes)
     child = node.next_functions[0][0]
     if child is not None and child.name() in _STACKS and shape == (len(child.next_functions),) and shape[0] != rows:
-        for at, (part, _) in enumerate(child.next_functions):  # scalars side by side
+        for at, (part, _) in enumerate(child.next_functions):  # a stack of scalars
             if part is not None and deepest > 0:
                 yield from _walk(part, rows, (*route, 0, at), deepest - shape[0])
     elif name in _MEANS:
@@ -151,7 +151,7 @@ def _of_reduction(node: Any, name: str, rows: float | None, route: tuple[int, ..
 
 
 def _of_quotient(node: Any, name: str, rows: float | None, route: tuple[int, ...], deepest: int) -> Iterator[LossTerm]:
-    """Read a division: of a sum by a count it is a mean, else it only scales."""
+    """Yield the terms of a division: a sum divided by a count is a mean, any other division only scales."""
     divisor = node._saved_other if name in _QUOTIENTS else _divisor_of_product(node, name)
     child, others = node.next_functions[0][0], node.next_functions[1:]
     if child is None or any(each for each, _ in others) or deepest <= 0 or _is_vector(divisor):
@@ -162,13 +162,13 @@ def _of_quotient(node: Any, name: str, rows: float | None, route: tuple[int, ...
     if inner and all(_divides_sum(divisor, end, rows, name in _QUOTIENTS) for end in ends):
         yield LossTerm("mean", name, number_of(divisor), route)
     elif len(inner) == rows and divisor == rows and all(term.kind == "mean" for term in inner):
-        yield LossTerm("mean", name, float(rows), route)  # a mean for each row, one by one
+        yield LossTerm("mean", name, float(rows), route)  # the terms are one mean per row
     else:
         yield from inner
 
 
 def _divisor_of_product(node: Any, name: str) -> float | None:
-    """Return n for a product with the plain number 1/n, if n is a whole number."""
+    """Return n for a product with the plain number 1/n, if n is an integer."""
     factor = getattr(node, "_saved_other", None) if name in _PRODUCTS else None
     if factor is None or not _is_plain_number(factor):
         return None
@@ -188,13 +188,13 @@ def _is_vector(value: Any) -> bool:
 
 
 def _divides_sum(divisor: Any, node: Any, rows: float | None, may_be_part: bool) -> bool:
-    """Return True if ``node`` adds up entries, and the divisor is how many of them count.
+    """Return True if ``node`` is a sum over entries and the divisor is the number of entries that count.
 
-    may_be_part: a plain number may be the count of some of the entries; else it is that of all, or a constant
+    may_be_part: True if a plain number may be the count of some entries; else it must be the count of all
     """
     name = node.name()
     if name in _NLL and node._saved_reduction == _SUM:
-        return float(divisor) == float(node._saved_total_weight)  # another number is all ranks' count, or a constant
+        return float(divisor) == float(node._saved_total_weight)  # any other number is a global count or a constant
     if name in _SUMS:
         return _is_count(divisor, tuple(node._saved_self_sym_sizes), rows, may_be_part)
     is_sum = getattr(node, "_saved_reduction", None) == _SUM
@@ -202,10 +202,10 @@ def _divides_sum(divisor: Any, node: Any, rows: float | None, may_be_part: bool)
 
 
 def _is_count(divisor: Any, shape: Sequence[int], rows: float | None, may_be_part: bool) -> bool:
-    """Return True if a sum over entries of this shape was divided by how many of them count.
+    """Return True if ``divisor`` of a sum over entries of this shape is the number of entries that count.
 
-    A tensor is taken for a count. A plain number is one if it can be: a constant that scales the loss would be the same
-    for half a batch, and then the sum of the halves is what one process computes.
+    A tensor is taken for a count. A plain number is taken for a count only if it can be one: with a constant divisor,
+    which is the same for half a batch, one process computes the sum of the two halves.
     """
     if not _is_plain_number(divisor):
         return True
@@ -217,7 +217,7 @@ def _is_count(divisor: Any, shape: Sequence[int], rows: float | None, may_be_par
 
 
 def _is_plain_number(value: Any) -> bool:
-    """Return True for a Python number, which torch keeps as a tensor that does not take part in type promotion."""
+    """Return True for a Python number, which torch wraps as a tensor that does not take part in type promotion."""
     if not isinstance(value, Tensor):
         return True
     narrow = {torch.int64: torch.int32, torch.float64: torch.float32}.get(value.dtype)
@@ -237,7 +237,7 @@ def _has_rows(shape: Sequence[int], rows: float | None) -> bool:
 
 
 def _scales(node: Any) -> bool:
-    """Return True if a product is one term times a plain number, or times a scalar made of weights alone."""
+    """Return True if a product is one term times a plain number, or times a scalar computed from weights only."""
     inputs = [child for child, _ in node.next_functions if child is not None]
     if len(inputs) == 1:
         other = getattr(node, "_saved_other", None)
@@ -247,7 +247,7 @@ def _scales(node: Any) -> bool:
 
 
 def _is_penalty(node: Any) -> bool:
-    """Return True if nothing but weights goes into a term: its value is the same on every rank."""
+    """Return True if a term is computed from weights only, so that its value is the same on every rank."""
     left, seen = [node], 0
     while left:
         each, seen = left.pop(), seen + 1
@@ -260,7 +260,7 @@ def _is_penalty(node: Any) -> bool:
 
 
 def _takes_data(node: Any) -> bool:
-    """Return True if a tensor without a gradient is an operand: a batch, most likely."""
+    """Return True if an operand is a tensor without a gradient, most likely from the batch."""
     if node.name() not in _PRODUCTS:
         return False
     operands = (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None))
@@ -269,7 +269,7 @@ def _takes_data(node: Any) -> bool:
 
 
 def times_count(loss: Tensor, count: Count) -> Tensor:
-    """Return a detached loss times what it averages over; zero for a mean over nothing, which is not a number."""
+    """Return the detached loss times its count; zero if the count is zero, where the mean is NaN."""
     loss = loss.detach()
     if isinstance(count, Tensor):
         return torch.where(count > 0, loss * count, 0.0)
@@ -277,7 +277,7 @@ def times_count(loss: Tensor, count: Count) -> Tensor:
 
 
 def number_of(value: Any) -> Count:
-    """Return a count as a number where reading it costs nothing, else as the tensor on its device."""
+    """Return a count as a number if it is on the CPU, else as a tensor on its device, which is not waited for."""
     if not isinstance(value, Tensor):
         return float(value)
     value = value.detach()

@@ -1,4 +1,4 @@
-"""Weight each loss by what it averages over, so that the mean over all ranks is the one process's."""
+"""Weights each loss by its count, so that the mean over all ranks equals the mean of one process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from echelon.parallel.loss.loss_reduction import Count, LossTerm, depends_on_sha
 if TYPE_CHECKING:
     from echelon.plan import Plan
 
-_EARLY = 100  # passes in which all of a loss is looked at, for something to announce
-_CLOSE = 1e-6  # two counts of one loss, one of them rounded
+_EARLY = 100  # first passes, in which all terms of a loss are inspected for something to announce
+_CLOSE = 1e-6  # relative tolerance between two counts of one loss, one of which may be rounded
 
 
 def weighs_losses(plan: Plan) -> bool:
-    """Return True if an update is made of several losses, over ranks, merged passes or micro-batches."""
+    """Return True if an update combines several losses, of ranks, merged passes or micro-batches."""
     return plan.ranks > 1 or plan.gradient_merge > 1 or plan.pipeline is not None
 
 
 def say_once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return ``say`` without lines that were said already: training and evaluation see the same loss."""
+    """Return a version of ``say`` that drops repeated lines: training and evaluation see the same loss."""
     said: set[str] = set()
 
     def call(line: str) -> None:
@@ -39,14 +39,15 @@ def say_once(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 class LossWeights:
-    """The count behind every loss: rows, targets that count, the sum of a mask.
+    """Finds the count of every loss: rows, targets that are not ignored, the sum of a mask.
 
-    op:  "auto", "mean" or "sum", as Strategy(reduction=Reduction(op=...)) has it. A sum over samples is found with
-         "auto" only
-    say: takes one line for the user
-    announces: what is counted is said, and not only what is wrong
-    can_add:   losses of ranks can be added; parameter servers take means only
-    is_global: tells whether this rank's loss is that of all replicas' rows (gather_batch): it counts for its own
+    op:        "auto", "mean" or "sum", the value of Strategy(reduction=Reduction(op=...)). A sum over samples is
+               detected with "auto" only
+    say:       callback for one line to the user
+    announces: True (default) if the count is announced; False for warnings only
+    can_add:   True (default) if losses of ranks can be added; parameter servers take means only
+    is_global: returns True if this rank's loss is over the rows of all replicas (gather_batch); its count is then this
+               rank's own rows
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LossWeights:
     ) -> None:
         self._is_global = is_global
         self.is_sum = op == "sum"  #: losses and gradients of replicas are added
-        self.adds_passes = False  #: and those of merged passes and micro-batches: the loss itself is a sum
+        self.adds_passes = False  #: also those of merged passes and micro-batches, because the loss itself is a sum
         self._may_be_sum, self._can_add, self._say = op == "auto", can_add, say
         self._term: LossTerm | None = None
         self._by_rows = op == "sum"
@@ -67,16 +68,16 @@ class LossWeights:
         self._compares = False
         self._passes = 0
         self._last: Count = 1.0
-        self._length: float | None = None  # entries of a row, in the first pass
-        self.is_by_shape = False  #: batches of one shape count alike, whatever their values
+        self._length: float | None = None  # number of entries of a row in the first pass
+        self.is_by_shape = False  #: True if the count depends only on the shape of the batch
         self._has_announced, self._has_warned = not announces, False
 
     def count(self, loss: Tensor, rows: float) -> Count:
-        """Return what ``loss`` counts for, by default the rows of its batch."""
+        """Return the count of ``loss``, by default the rows of its batch."""
         if self._by_rows or rows == 0 or self._is_global():
             return rows
         if loss.grad_fn is None and self.is_by_shape:
-            return self._last  # of a CUDA graph, which is replayed for batches of one shape
+            return self._last  # a CUDA graph is replayed for batches of one shape only
         count = None if self._term is None else read_count(loss, self._term, rows)
         if count is None:
             return self._find(loss, rows)
@@ -97,14 +98,14 @@ class LossWeights:
         main = self._term = means[0]
         if len(means) < len(terms):
             self._warn(_partly_seen(main, [term for term in terms if term.kind != "mean"]))
-        # several terms are compared in every pass: a later batch may have fewer targets for one of them
+        # Several terms are compared in every pass, because a later batch may have fewer targets for one of them.
         self._compares = len(means) > 1 and not isinstance(main.count, Tensor)
         self._last, self.is_by_shape, self._is_settled = main.count, depends_on_shape(main), True
         self._look(means, rows)
         return main.count
 
     def _look(self, means: Sequence[LossTerm], rows: float) -> None:
-        """Say once what the user should know of these terms."""
+        """Report once what is unusual about these terms."""
         self._compare(means, rows)
         for term in means:
             if self._term is not None and (term.node, term.route) == (self._term.node, self._term.route):
@@ -112,7 +113,7 @@ class LossWeights:
                 self._announce(term.count, term, rows)
 
     def _compare(self, terms: Sequence[LossTerm], rows: float) -> None:
-        """Say once that terms of one loss average over different parts of the batch."""
+        """Warn once if terms of one loss average over different parts of the batch."""
         if len(terms) < 2 or self._has_warned:
             return
         shares = [_share(term, rows) for term in terms]
@@ -121,7 +122,7 @@ class LossWeights:
             self._warn(_different(terms))
 
     def _compare_lengths(self, term: LossTerm, rows: float) -> None:
-        """Say once that rows are longer or shorter than before, if the mean goes over all of their entries."""
+        """Warn once if rows are longer or shorter than before and the mean goes over all of their entries."""
         if term.size is None or term.count != rows:
             return
         length, self._length = term.size / rows, self._length or term.size / rows
@@ -129,7 +130,7 @@ class LossWeights:
             self._warn(_of_different_lengths(length, self._length))
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take the loss for a sum only if every rank that has a loss does. All ranks of ``group`` call it once."""
+        """Treat the loss as a sum only if every rank that has a loss does. All ranks of ``group`` call this once."""
         has_loss = self._is_settled or self.adds_passes
         votes = start_small_sum(
             torch.tensor([has_loss, self.adds_passes], dtype=torch.double, device=device), group, "kind of the loss"
@@ -161,12 +162,12 @@ class LossWeights:
         )
 
     def _announce(self, count: Count, term: LossTerm, rows: float) -> None:
-        """Say once that something else than rows is counted."""
+        """Announce once if the count is not a number of rows."""
         if self._has_announced:
             return
         self._passes += 1
         if isinstance(count, Tensor) or self._passes == _EARLY:
-            self._has_announced = True  # reading it in every step would wait for the device
+            self._has_announced = True  # reading the count in every step would wait for the device
         count = float(count)
         of = term.total
         if count == of or (of is None and count % rows == 0):
@@ -180,9 +181,9 @@ class LossWeights:
 
 
 class EvaluationWeights:
-    """What losses of an evaluation average over. There the graph ends where the loss begins.
+    """Finds the counts of losses in evaluation, where at most the loss itself has a graph.
 
-    training: finds sums among losses that models compute themselves, which evaluation cannot see
+    training: weights of the training losses, which detect sums in losses that the model computes itself
     """
 
     def __init__(
@@ -197,11 +198,11 @@ class EvaluationWeights:
 
     @property
     def is_sum(self) -> bool:
-        """Return True if the loss is a sum over samples."""
+        """True if the loss is a sum over samples."""
         return self._traced.adds_passes or self._training.adds_passes
 
     def count(self, seen: SeenLoss | None, rows: float) -> Count:
-        """Return what a loss counts for in the mean over all batches."""
+        """Return the count of a loss in the mean over all batches."""
         if seen is None or rows == 0 or self.is_sum or self._is_global():
             return rows
         if seen.traced is not None:
@@ -209,13 +210,13 @@ class EvaluationWeights:
         counts = [call.targets for call in seen.calls if call.kind == "mean"]
         if not counts or len(counts) < len(seen.calls):
             return rows
-        # on a GPU comparing them would wait for the device, so that only a single call is taken there
+        # On a GPU a comparison would wait for the device, so there only a single call is used.
         is_clear = len(counts) == 1 or (not isinstance(counts[0], Tensor) and len(set(counts)) == 1)
         return counts[0] if is_clear else rows
 
 
 class Weigher(Protocol):
-    """Turns counts into parts of an update."""
+    """Turns counts into weights of losses, as shares of an update."""
 
     def weigh(self, count: Count) -> Count: ...
 
@@ -225,11 +226,11 @@ class Weigher(Protocol):
 
 
 class MicroBatchWeights:
-    """The weights of one batch's micro-batches, each known when its loss is.
+    """Weights of the micro-batches of one batch; each weight is known when the micro-batch's loss is.
 
-    main:    from a loss to the part of it whose count is looked at
-    rows:    of the whole batch; 0 for a stand-in, none of whose micro-batches count
-    samples: what the loss over the whole batch averages over, where the user says so
+    main:    function from a loss to the part of it that is counted
+    rows:    rows of the whole batch; 0 for a stand-in batch, whose micro-batches have weight 0
+    samples: count of the loss over the whole batch if the user gives it, else None
     """
 
     def __init__(
@@ -248,9 +249,10 @@ class MicroBatchWeights:
         return self._losses.is_sum
 
     def of_loss(self, loss: Tensor, rows: int, part: float) -> tuple[Count, Count]:
-        """Return what a micro-batch's loss is multiplied by before backward, and what it counts for in the mean.
+        """Return the factor of a micro-batch's loss for backward, and its count in the mean.
 
-        rows: of the micro-batch; part: of the batch's rows
+        rows: rows of the micro-batch
+        part: share of the batch's rows
         """
         main = self._main(loss)
         if not part or not self.rows:
@@ -265,7 +267,7 @@ class MicroBatchWeights:
         return self._weigher.weigh(count), count
 
     def of_auxiliary(self, part: float) -> Count:
-        """Return what an auxiliary loss, a mean over rows, is multiplied by."""
+        """Return the factor of an auxiliary loss, which is a mean over rows."""
         return self._weigher.weigh_rows(self.rows) * part
 
 
@@ -279,7 +281,7 @@ def _means(terms: Sequence[LossTerm]) -> list[LossTerm]:
 
 
 def _share(term: LossTerm, rows: float) -> float:
-    """Return a mean's count in units of rows, so that means over rows and over their entries compare."""
+    """Return a mean's count in units of rows, so that means over rows and over entries can be compared."""
     count = float(term.count)
     if term.total:
         return rows * count / term.total

@@ -1,4 +1,4 @@
-"""Count what the losses of a user's own loop average over, between one update and the next."""
+"""Finds the counts of the losses of a user-written training loop, from one update to the next."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from echelon.parallel.loss.loss_reduction import Count, LossTerm, find_terms
 
-#: How a rank tells the others what kind of loss it has: their sum says whether all have the same.
+#: Codes for the kind of a rank's loss: their sum over ranks shows if all ranks have the same kind.
 MEAN_CODE, SUM_CODE, UNKNOWN_CODE = 1.0, 2.0**20, 2.0**40
 
 
 @dataclass(frozen=True)
 class OwnCount:
-    """What all losses of one update average over; a sum or an unknown loss counts as one."""
+    """The common count of all losses of one update; 1 for a sum or an unknown loss."""
 
     kind: Literal["mean", "sum", "unknown"]
     count: Count
@@ -30,12 +30,12 @@ UNKNOWN = OwnCount("unknown", 1.0)
 
 
 class OwnLoopCounts:
-    """The counts of the losses that were given to ``backward`` since the last update."""
+    """The counts of the losses that were passed to ``backward`` since the last update."""
 
     def __init__(self, op: str, say: Callable[[str], None]) -> None:
         self._op, self._say = op, say
         self._counts: list[OwnCount] = []
-        self._forms: dict[Hashable, bool] = {}  # by nodes of a loss on a GPU, whether its terms count alike
+        self._forms: dict[Hashable, bool] = {}  # by graph nodes of a loss on a GPU: True if its terms have equal counts
 
     def add(self, loss: Tensor) -> None:
         self._counts.append(self._count(loss))
@@ -45,7 +45,7 @@ class OwnLoopCounts:
 
     @property
     def known(self) -> OwnCount:
-        """The count that all losses share, if they do."""
+        """The common count of all losses; UNKNOWN if they differ."""
         if not self._counts:
             return UNKNOWN
         first = self._counts[0]
@@ -67,9 +67,10 @@ class OwnLoopCounts:
         return OwnCount("mean", terms[0].count) if is_one_mean else UNKNOWN
 
     def _count_alike(self, terms: Sequence[LossTerm]) -> bool:
-        """Return True if all terms average over as many targets, as those of label smoothing do.
+        """Return True if all terms average over the same number of targets, as the terms of label smoothing do.
 
-        On a GPU the numbers are read for the first loss of a form: reading them in each pass would wait for the device.
+        On a GPU the numbers are read only for the first loss with the same graph nodes, because reading them waits for
+        the device.
         """
         if len(terms) == 1:
             return True

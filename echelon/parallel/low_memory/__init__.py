@@ -1,4 +1,4 @@
-"""Lean training: six bytes a parameter, on the device and beside it, in place of sixteen. See docs/large_models.md."""
+"""Lean training: six bytes per parameter, on device and host together, instead of sixteen; see docs/large_models.md."""
 
 from echelon.parallel.low_memory.building import building
 

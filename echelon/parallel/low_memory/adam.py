@@ -1,4 +1,4 @@
-"""Adam and AdamW on lean forms, in place of the one that was given; both share their parameter groups."""
+"""Adam and AdamW with low-memory state, in place of the user's optimizer, whose parameter groups it shares."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ FIELDS = ("remainder", "first", "second", "first_scale", "second_scale")
 
 
 class StateCopies(Protocol):
-    """Copies of the state that are being made."""
+    """Copies of the optimizer state that are being made, such as in-memory snapshots."""
 
     def hold(self) -> None:
-        """Wait until they need it no more."""
+        """Wait until the copies no longer read the state."""
 
 
 @dataclass(eq=False)
 class LowMemoryParam:
-    """One parameter. ``kept``: what the optimizer's state has of it, and so what a checkpoint does."""
+    """One parameter, its parameter group and its state.
+
+    kept: the parameter's entry in the optimizer's state, which is also saved in a checkpoint
+    """
 
     name: str
     parameter: nn.Parameter
@@ -40,7 +43,7 @@ class LowMemoryParam:
     kept: dict[str, Any]
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """The entries of the weight, or of its gradient, in the weight's order in memory."""
+        """Return the weight or its gradient as a flat tensor, in the memory order of the weight."""
         weight = self.parameter
         if tensor.stride() != weight.stride():
             tensor = torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)
@@ -48,16 +51,19 @@ class LowMemoryParam:
 
 
 class LowMemoryAdam(SharingOptimizer):
-    """Weights become bf16 here, each where it is, one after the other; ``apply`` takes the steps."""
+    """Adam with bf16 weights, remainders and 8-bit moments; ``apply`` updates one parameter.
 
-    reads_later = True  #: stored state comes as functions that read it: there is no room for all of it twice
+    The constructor converts the weights to bf16 one after the other, each on its device.
+    """
+
+    reads_later = True  #: loaded state arrives as functions that read it, because two copies of it would not fit
 
     def __init__(self, source: torch.optim.Optimizer, settings: Lean, named: Mapping[str, nn.Parameter]) -> None:
         require_plain("lean", source, (Adam, AdamW))
         super().__init__([{**group} for group in source.param_groups], dict(source.defaults))
         share_groups(self, source)
-        self.factor: Callable[[], float] = lambda: 1.0  #: what rates are multiplied by
-        self.copies: Callable[[], StateCopies | None] = lambda: None  #: what may still be reading the state
+        self.factor: Callable[[], float] = lambda: 1.0  #: returns the factor of the learning rates
+        self.copies: Callable[[], StateCopies | None] = lambda: None  #: returns copies that may still read the state
         names = {id(parameter): name for name, parameter in named.items()}
         members = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         exact = [_as_bf16(names[id(parameter)], parameter) for parameter, _ in members]
@@ -88,7 +94,7 @@ class LowMemoryAdam(SharingOptimizer):
 
     @property
     def state(self) -> Any:
-        """All of it at home: who asks may read it."""
+        """Optimizer state by parameter; access waits until all of it is back in host memory."""
         ring = self.__dict__.get("_ring")
         if ring is not None:
             ring.settle()
@@ -100,11 +106,11 @@ class LowMemoryAdam(SharingOptimizer):
 
     @property
     def fills_host(self) -> bool:
-        """Whether host memory holds so much that it must not be copied there."""
+        """True if part of the state is in host memory, so that no copy of the state must be made there."""
         return self.places.host_bytes > 0
 
     def begin(self, entries: Iterable[LowMemoryParam]) -> None:
-        """A step begins. Its gradients will come in this order, if nothing has changed."""
+        """Begin a step whose gradients are expected in this order, and prefetch their state."""
         if (copies := self.copies()) is not None:
             copies.hold()
         if self._ring is not None:
@@ -112,7 +118,7 @@ class LowMemoryAdam(SharingOptimizer):
 
     @torch.no_grad()
     def apply(self, entry: LowMemoryParam, grad: Tensor) -> None:
-        """One parameter's step, on the current stream. What backward has kept of it may not be used any more."""
+        """Update one parameter on the current stream; tensors that backward saved of it become invalid."""
         entry.kept["step"] += 1
         rule, weight, flat = self._rule(entry), entry.flat(entry.parameter.data), entry.flat(grad)
         for piece in entry.pieces:
@@ -124,11 +130,11 @@ class LowMemoryAdam(SharingOptimizer):
             slot = self._ring.take(piece)
             self._update(weight[here], flat[here], slot.holding(piece), rule, seed)
             self._ring.give_back(piece, slot)
-        torch.autograd.graph.increment_version(entry.parameter)  # so that autograd refuses what needs the old one
+        torch.autograd.graph.increment_version(entry.parameter)  # lets autograd detect a use of the old weight
 
     @torch.no_grad()
     def exact_weight(self, entry: LowMemoryParam) -> Tensor:
-        """Return the fp32 weight of an entry whose remainder lies on the device."""
+        """Return the fp32 weight of an entry whose remainder is on the device."""
         return formats.join_fp32(entry.parameter.data, entry.kept["remainder"])
 
     def _rule(self, entry: LowMemoryParam) -> AdamStepScalars:
@@ -148,11 +154,14 @@ class LowMemoryAdam(SharingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing is left to do: each parameter took its step when its gradient was there."""
+        """Do nothing: ``apply`` has updated each parameter when its gradient was complete."""
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the state that is there: torch would turn it into what the weights are."""
+        """Copy a saved state into the existing tensors: torch's own method would cast it to the dtype of the weights.
+
+        Raises CheckpointError if the saved state is not lean.
+        """
         if self._ring is not None:
             self._ring.forget()
         order = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -176,7 +185,7 @@ def attend(
     factor: Callable[[], float],
     copies: Callable[[], StateCopies | None],
 ) -> list[str]:
-    """Have them ask for what an engine knows; a line on each."""
+    """Connect low-memory optimizers to an engine's rate factor and state copies; return a log line for each."""
     lean = {key: optimizer for key, optimizer in optimizers.items() if isinstance(optimizer, LowMemoryAdam)}
     for optimizer in lean.values():
         optimizer.factor, optimizer.copies = factor, copies
@@ -191,7 +200,7 @@ def _kernel() -> Callable[..., None]:
 
 @torch.no_grad()
 def _as_bf16(name: str, parameter: nn.Parameter) -> Tensor | None:
-    """What the parameter loses by it; None where it was bf16 already."""
+    """Convert the parameter to bf16 and return the remainder; None if it was bf16 already."""
     if parameter.dtype not in (torch.float32, torch.bfloat16):
         raise UsageError(f"lean: '{name}' is {parameter.dtype}; build the model in torch.float32 or torch.bfloat16")
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""One step of lean Adam as one kernel: the same numbers as ``forms.update``, each entry read and written once.
+"""One step of lean Adam as one Triton kernel: the same numbers as ``formats.update``, in one pass over memory.
 
-Multiplications and additions are not fused and roots and quotients are rounded exactly, so that codes and weights equal
-those of plain torch bit by bit. The functions are Triton's language rather than Python's, so no types are checked here.
+Multiplications and additions are not fused, and roots and quotients are rounded exactly, so that codes and weights are
+bitwise equal to those of plain torch. The functions are in Triton's language, so no types are checked here.
 """
 
 import torch
@@ -18,7 +18,7 @@ from echelon.parallel.low_memory.formats import (
     LowMemoryState,
 )
 
-ROWS, WARPS = 1, 2  # blocks of a program, and what it runs on: the quickest of seven shapes on an H200, 137 entries/ns
+ROWS, WARPS = 1, 2  # blocks and warps per program: the fastest of seven configurations on an H200, 137 entries/ns
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _step(
     first = first * beta1 + grad * rest1
     second = second * beta2 + grad * grad * rest2
     exact = exact * shrink - tl.div_rn(first, tl.sqrt_rn(second) * inverse + eps) * stride
-    bits = tl.where(exact == exact, exact.to(tl.int32, bitcast=True), 0x7FC00000)  # noqa: PLR0124 - one pattern for all NaN
+    bits = tl.where(exact == exact, exact.to(tl.int32, bitcast=True), 0x7FC00000)  # noqa: PLR0124 - one NaN pattern
     upper = (bits + 0x8000) >> 16
     tl.store(weight_at + at, upper.to(tl.int16), mask=here)
     tl.store(remainder_at + at, (bits - (upper << 16)).to(tl.int16), mask=here)
@@ -93,7 +93,7 @@ def _step(
 
 
 def update(weight: torch.Tensor, grad: torch.Tensor, state: LowMemoryState, rule: AdamStepScalars, seed: int) -> None:
-    """One step for a run of entries, in place, on the current stream. All are flat."""
+    """Apply one step to a range of entries, in place, on the current stream. All tensors are flat."""
     programs = -(-weight.numel() // (ROWS * BLOCK))
     with torch.cuda.device(weight.device):
         _step[(programs,)](

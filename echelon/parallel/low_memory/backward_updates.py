@@ -1,7 +1,7 @@
-"""Updating while backward runs: each gradient is applied as soon as it is complete, and let go.
+"""Optimizer in backward: each gradient is applied as soon as it is complete, and then freed.
 
-Where there are replicas, a gradient is first summed over them, in fp32 and in the same order everywhere, so that their
-weights stay equal bit by bit; a few sums are under way while backward goes on.
+With several replicas, a gradient is first all-reduced over them, in fp32 and in the same order on all ranks, so that
+their weights stay bitwise equal; a few all-reduces overlap with backward.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from echelon.parallel.data.reducer import Passes, once
 from echelon.parallel.low_memory.adam import LowMemoryAdam, LowMemoryParam
 from echelon.plan import Plan
 
-UNDER_WAY = 2  # sums that are not waited for yet
+UNDER_WAY = 2  # all-reduces in flight at a time
 
 
 class OptimizerInBackward:
-    """Takes the place of a reducer and of the optimizer's step.
+    """Replaces the reducer and the optimizer's step.
 
-    order:   the parameters' names in the order in which replicas sum their gradients
-    carrier: the replicas; None where there is one
+    order:   names of the parameters, in the order in which replicas all-reduce their gradients
+    carrier: process group of the replicas; None if there is only one
     """
 
     def __init__(self, optimizer: LowMemoryAdam, order: Sequence[str], carrier: dist.ProcessGroup | None) -> None:
@@ -36,21 +36,21 @@ class OptimizerInBackward:
         self._entries = [by_name[name] for name in order]
         self._came_in = self._entries  # the order of the last backward
         self._armed = False
-        self._waiting: dict[LowMemoryParam, None] = {}  # in order, without a gradient yet
+        self._waiting: dict[LowMemoryParam, None] = {}  # parameters without a gradient yet, in order
         self._unsent: deque[LowMemoryParam] = deque()
         self._sums: deque[_GradientSum] = deque()
         for entry in self._entries:
             entry.parameter.register_post_accumulate_grad_hook(_hook(self, entry))  # type: ignore[no-untyped-call]
 
     def arm(self, compressing: bool = False, passes: Passes = once) -> None:
-        """The next backward's gradients are applied."""
+        """Apply the gradients of the next backward as they are computed."""
         self._armed, self._waiting, self._unsent = True, dict.fromkeys(self._entries), deque(self._entries)
         self._sums.clear()
         self._optimizer.begin(self._came_in)
         self._came_in = []
 
     def arrived(self, entry: LowMemoryParam) -> None:
-        """Backward has made this gradient."""
+        """Apply or send a gradient that backward has computed."""
         if not self._armed:
             return
         if entry not in self._waiting:
@@ -66,7 +66,7 @@ class OptimizerInBackward:
             self._send_complete(self._carrier)
 
     def finish(self) -> None:
-        """Apply what is left: gradients of a backward that was not announced, or that others alone have."""
+        """Apply the remaining gradients: those of a backward before ``arm``, and those that only other ranks have."""
         self._armed = False
         if self._carrier is None:
             for entry in self._waiting:
@@ -98,7 +98,7 @@ class OptimizerInBackward:
 
 
 class _GradientSum:
-    """One gradient, on its way. Behind it travels a flag, "I used it": what nobody used is left alone."""
+    """All-reduce of one gradient and of a "used" flag: a parameter that no replica used is not updated."""
 
     def __init__(self, entry: LowMemoryParam, carrier: dist.ProcessGroup) -> None:
         self.entry, self._carrier = entry, carrier
@@ -121,7 +121,7 @@ class _GradientSum:
 
 
 def _hook(updates: OptimizerInBackward, entry: LowMemoryParam) -> Callable[[Tensor], None]:
-    """Weakly, as in parallel/data/reducer.py: torch would keep both alive for ever."""
+    """Return a hook with weak references, as in parallel/data/reducer.py: torch would keep both alive forever."""
     found, which = weakref.ref(updates), weakref.ref(entry)
 
     def hook(_: Tensor) -> None:
@@ -135,7 +135,10 @@ def _hook(updates: OptimizerInBackward, entry: LowMemoryParam) -> Callable[[Tens
 def updates_in_backward(
     plan: Plan, key: str, optimizer: torch.optim.Optimizer, carrier: dist.ProcessGroup | None
 ) -> OptimizerInBackward:
-    """For the plan's buckets of one optimizer, in their order."""
+    """Return the in-backward updates of one optimizer, in the order of the plan's buckets.
+
+    Raises UsageError for sparse gradients.
+    """
     assert isinstance(optimizer, LowMemoryAdam)
     mine = [bucket for bucket in plan.buckets if bucket.optimizer == key]
     sparse = next((bucket.parameters[0] for bucket in mine if bucket.sparse), None)

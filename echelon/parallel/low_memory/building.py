@@ -1,4 +1,4 @@
-"""Building a model that would not fit as fp32: where it will train, and in bf16 from the first moment."""
+"""Context for building a model that would not fit in fp32: on the training device and in bf16 from the start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.distributed import world
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Within it, modules are made on this rank's device, and their weights, drawn as always, in bf16."""
+    """Create modules on this rank's device within the context, with bf16 weights and the usual initialization."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -1,14 +1,14 @@
-"""The forms in which lean training keeps numbers: an fp32 weight as bf16 and a remainder, moments in 8 bits.
+"""Number formats of lean training: an fp32 weight as bf16 plus a remainder, moments in 8 bits.
 
-A weight is its bf16 rounding (halves away from zero) and the 16 bits that are missing, as a signed difference of the
-bit patterns: the two give the fp32 weight back exactly, so that no update is too small to count.
+A weight is stored as its bf16 rounding (halves away from zero) and the missing 16 bits, as a signed difference of the
+bit patterns: both together give the fp32 weight exactly, so that small updates are not lost.
 
-Moments are 8-bit codes, 256 of them under one fp32 scale, the largest magnitude among them. A code c of the first
-moment stands for +-(c / 127)^2 of it, of the second for (c / 255)^4: fine steps where most values are, and a range of
-1 to 65,025 under the root of the second. Rounding is by chance, up as often as the value lies near the upper code: an
-average that moves by a thousandth a step would never leave its code otherwise. A second moment that is not zero is
-never rounded to zero, because what is divided by it would explode. Chance is a hash of the seed and the entry's place,
-the same on every device, rank and run.
+Moments are 8-bit codes in blocks of 256, with one fp32 scale per block, the largest magnitude in it. A code c stands
+for +-(c / 127)^2 times the scale in the first moment, and for (c / 255)^4 in the second: steps are fine where most
+values are, and the square root of the second moment has a range of 1 to 65,025. Rounding is stochastic, because an
+average that moves by a thousandth per step would otherwise never leave its code. A nonzero second moment is never
+rounded to zero, because the update, which is divided by its root, would explode. The random numbers are a hash of the
+seed and the entry's position, the same on every device, rank and run.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 BLOCK = 256  # entries that share a scale
 FIRST_LEVELS = 127
 SECOND_LEVELS = 255
-SMALLEST_SCALE = 1e-37  # under it, one over the scale would not be finite
+SMALLEST_SCALE = 1e-37  # below it, the reciprocal of the scale would not be finite
 WORD = 0xFFFFFFFF
-AT_ONCE = 1 << 20  # entries that a CPU goes over at a time, so that what it computes with stays small
+AT_ONCE = 1 << 20  # entries processed at a time on a CPU, so that temporaries stay small
 
 
 @dataclass(frozen=True)
 class AdamStepScalars:
-    """One step of Adam or AdamW, in the numbers that are the same for all entries.
+    """Scalars of one step of Adam or AdamW, which are the same for all entries.
 
     rests:   1 - beta, computed in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit
-    shrink:  what AdamW's decay leaves of a weight
-    decay:   Adam's: so much of the weight is added to its gradient
-    stride:  the rate, over the first moment's bias correction
-    inverse: one over the root of the second's
+    shrink:  factor of the weight by AdamW's decoupled weight decay
+    decay:   Adam's weight decay: factor of the weight that is added to the gradient
+    stride:  learning rate, divided by the bias correction of the first moment
+    inverse: reciprocal of the root of the second moment's bias correction
     """
 
     betas: tuple[float, float]
@@ -49,7 +49,7 @@ class AdamStepScalars:
 
 @dataclass(frozen=True)
 class LowMemoryState:
-    """What is kept beside some weights: all of it, or a run of entries."""
+    """Remainders and moments of a parameter, or of a range of its entries."""
 
     remainder: Tensor
     first: Tensor
@@ -62,19 +62,19 @@ class LowMemoryState:
 
 
 def split_fp32(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 weights as bf16 and remainders."""
+    """Split fp32 weights into bf16 weights and remainders."""
     bits = torch.where(exact == exact, exact, torch.nan).view(torch.int32)  # noqa: PLR0124 - one pattern for all NaN
     upper = (bits + 0x8000) >> 16
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
 def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The reverse."""
+    """Return the fp32 weights of bf16 weights and remainders: the inverse of ``split_fp32``."""
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
 def scramble(number: int) -> int:
-    """A hash of 32 bits (the finalizer of MurmurHash3)."""
+    """Return a 32-bit hash (the finalizer of MurmurHash3)."""
     number &= WORD
     number = ((number ^ number >> 16) * 0x85EBCA6B) & WORD
     number = ((number ^ number >> 13) * 0xC2B2AE35) & WORD
@@ -82,12 +82,12 @@ def scramble(number: int) -> int:
 
 
 def seed_of(piece: int, step: int) -> int:
-    """Of one update of one piece; 31 bits, which every language takes for a plain integer."""
+    """Return the seed of one update of one piece: 31 bits, so that it fits a signed 32-bit integer in Triton."""
     return scramble(scramble(step) ^ (piece * 0x9E3779B1)) >> 1
 
 
 def chances(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each entry from ``start`` on, two numbers in [0, 1)."""
+    """Return two pseudo-random numbers in [0, 1) for each of ``count`` entries from ``start`` on."""
     number = (torch.arange(start, start + count, device=device) + seed) & WORD
     number = ((number ^ (number >> 16)) * 0x85EBCA6B) & WORD
     number = ((number ^ (number >> 13)) * 0xC2B2AE35) & WORD
@@ -105,7 +105,7 @@ def second_level(code: Tensor) -> Tensor:
 
 
 def _root(values: Tensor) -> Tensor:
-    """Rounded exactly; torch's own fp32 root on a CPU is off by one bit for a fifth of all values."""
+    """Return the correctly rounded fp32 root: torch's own on a CPU is off by one bit for a fifth of all values."""
     return values.double().sqrt().float()
 
 
@@ -130,7 +130,10 @@ def _coded_second(values: Tensor, scale: Tensor, chance: Tensor) -> Tensor:
 
 
 def update(weight: Tensor, grad: Tensor, state: LowMemoryState, rule: AdamStepScalars, seed: int) -> None:
-    """One step for a run of entries, in place: the same numbers as the kernel, in plain torch. All are flat."""
+    """Apply one step to a range of entries, in place, in plain torch: the same numbers as the Triton kernel.
+
+    All tensors are flat.
+    """
     for start in range(0, weight.numel(), AT_ONCE):
         end = min(start + AT_ONCE, weight.numel())
         blocks = slice(start // BLOCK, -(-end // BLOCK))
@@ -164,5 +167,5 @@ def _update(
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """In rows that share a scale, the last filled up with zeros."""
+    """Return the entries as rows of one block each, the last one padded with zeros."""
     return F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)

@@ -1,7 +1,7 @@
-"""State that lives in host memory, on its way: in before its gradient is there, out again after the update.
+"""Streams optimizer state between host and device: prefetches it before its gradient, writes it back after the update.
 
-Both ways run side by side on streams of their own while the device computes backward. Which pieces come next is what
-came last time; where that is wrong, the right one is fetched and the device waits for it.
+Copies in both directions run on separate streams and overlap with backward. The prefetch order is the order of the last
+backward; if it is wrong, the right piece is fetched on demand and the device waits for it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 from echelon.parallel.low_memory.formats import BLOCK, LowMemoryState
 
-PIECE = 1 << 25  # entries that are updated at once: 135 MB of state
-SLOTS = 8  # places on the device for pieces from the host
+PIECE = 1 << 25  # entries per piece, updated at once: 135 MB of state
+SLOTS = 8  # device buffers for pieces from the host
 
 
 @dataclass(eq=False)
 class StateChunk:
-    """A run of entries of one parameter.
+    """A range of entries of one parameter, and its state.
 
-    number: of all pieces; chance goes by it
-    state:  where it lives
-    left:   on the device's way back to the host: when its state has arrived there
+    number: global index of the piece; seeds the stochastic rounding
+    state:  the state in its permanent memory, on host or device
+    left:   event of the last copy from device to host; None before the first
     """
 
     number: int
@@ -37,18 +37,18 @@ class StateChunk:
 
 @dataclass(eq=False)
 class RingSlot:
-    """A place on the device for the state of one piece."""
+    """A device buffer for the state of one piece."""
 
     state: LowMemoryState
     came: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    free: torch.cuda.Event | None = None  # when what it held has left
+    free: torch.cuda.Event | None = None  # event after which its last content has been copied to the host
 
     def holding(self, piece: StateChunk) -> LowMemoryState:
         return LowMemoryState(*(place[: there.numel()] for place, there in _pairs(self.state, piece.state)))
 
 
 class HostStateRing:
-    """The slots, in turn."""
+    """A ring of device buffers through which state from host memory passes."""
 
     def __init__(self, device: torch.device, longest: int) -> None:
         self._device = device
@@ -58,19 +58,19 @@ class HostStateRing:
         self._expected: deque[StateChunk] = deque()
 
     def expect(self, pieces: Iterable[StateChunk]) -> None:
-        """These will be asked for, in this order; the first set out at once."""
+        """Start to prefetch these pieces, which will be taken in this order."""
         self.forget()
         self._expected = deque(pieces)
         self._fetch_ahead()
 
     def forget(self) -> None:
-        """What is under way will not be asked for."""
+        """Drop all prefetched and expected pieces."""
         self._expected.clear()
         while self._coming:
             self._free.append(self._coming.popleft()[1])
 
     def take(self, piece: StateChunk) -> RingSlot:
-        """The slot with this piece's state, which the current stream may use from now on."""
+        """Return the slot with this piece's state, and make the current stream wait for it."""
         if not self._coming or self._coming[0][0] is not piece:
             self.forget()
             self._fetch(piece)
@@ -79,7 +79,7 @@ class HostStateRing:
         return slot
 
     def give_back(self, piece: StateChunk, slot: RingSlot) -> None:
-        """The current stream has changed it; it goes home."""
+        """Copy the piece's state back to the host after the current stream has updated it, and free the slot."""
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outward):
             for here, there in _pairs(slot.holding(piece), piece.state):
@@ -89,7 +89,7 @@ class HostStateRing:
         self._fetch_ahead()
 
     def settle(self) -> None:
-        """Wait until all state is at home."""
+        """Wait until all state has been copied back to the host."""
         self._outward.synchronize()
 
     def _fetch_ahead(self) -> None:

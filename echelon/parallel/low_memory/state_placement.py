@@ -1,4 +1,4 @@
-"""Where remainders and moments lie: on the device as far as it has room, the rest in host memory that it can reach."""
+"""Placement of remainders and moments: on the device as far as they fit, the rest in pinned host memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from echelon.checkpoint.in_memory.snapshot_buffer import free_memory
 from echelon.parallel.low_memory.formats import BLOCK, LowMemoryState
 from echelon.strategy import Lean
 
-SMALL = 1 << 20  # entries under which moving a parameter's state costs more than it saves
-MARGIN = 8e9  # host memory that is left to everybody else
-THREADS = 8  # that make host memory reachable side by side: 17 GB in 0.7 to 1.4 s on the host of an H200
+SMALL = 1 << 20  # number of entries below which moving a parameter's state costs more than it saves
+MARGIN = 8e9  # bytes of host memory left to other processes
+THREADS = 8  # threads that pin host memory in parallel: 17 GB in 0.7 to 1.4 s on the host of an H200
 _ALIGNMENT = 256
 _DTYPES = (torch.int16, torch.int8, torch.uint8, torch.float32, torch.float32)
 
 
 def state_bytes(entries: int) -> int:
-    """What lies beside so many weights."""
+    """Return the bytes of the state of ``entries`` weights, with alignment."""
     return sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in _bytes(entries))
 
 
@@ -37,7 +37,7 @@ def _bytes(entries: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """By parameter, whether its state lies in host memory; and the bytes on either side."""
+    """Placement of each parameter's state (True: host memory), and the bytes on device and host."""
 
     on_host: tuple[bool, ...]
     device_bytes: int
@@ -49,7 +49,7 @@ class StatePlacement:
 
 
 def choose(entries: Sequence[int], settings: Lean, device: torch.device) -> StatePlacement:
-    """For parameters of so many entries."""
+    """Return the placement for parameters of these sizes; raise UsageError if host memory is too small."""
     sizes = [state_bytes(each) for each in entries]
     movable = [each >= (1 if settings.state == "host" else SMALL) for each in entries]
     total = sum(of for of, may in zip(sizes, movable, strict=True) if may)
@@ -64,8 +64,11 @@ def choose(entries: Sequence[int], settings: Lean, device: torch.device) -> Stat
 
 
 def spread(sizes: Sequence[int], movable: Sequence[bool], share: float) -> list[bool]:
-    """Which to move, so that at least this share of what may move does, everywhere in the model alike: then it is on
-    its way while the rest computes."""
+    """Return which parameters to move, so that at least ``share`` of the movable bytes move.
+
+    The moved parameters are spread evenly over the model, so that their copies overlap with the computation of the
+    others.
+    """
     moved, owed = [], 0.0
     for of, may in zip(sizes, movable, strict=True):
         owed += of * share if may else 0.0
@@ -86,13 +89,13 @@ def _share_on_host(total: int, movable: int, settings: Lean, device: torch.devic
 
 
 def on_device(like: Tensor) -> LowMemoryState:
-    """Zeros beside these weights."""
+    """Allocate a zero state on the device of these weights."""
     area = torch.zeros(state_bytes(like.numel()), dtype=torch.uint8, device=like.device)
     return _laid_out(area, like)
 
 
 def on_host(weights: Sequence[Tensor], owner: object) -> list[LowMemoryState]:
-    """Zeros in host memory, one area for each of these weights; the device reaches them until ``owner`` is gone."""
+    """Allocate zero states in pinned host memory, one area per weight; they are unpinned when ``owner`` is freed."""
     areas = [_untouched(state_bytes(each.numel())) for each in weights]
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(_make_reachable, areas))
@@ -101,7 +104,7 @@ def on_host(weights: Sequence[Tensor], owner: object) -> list[LowMemoryState]:
 
 
 def _untouched(nbytes: int) -> Tensor:
-    """An area of its own: torch's allocator of pinned memory takes powers of two, up to twice what is needed."""
+    """Allocate host memory with mmap: torch's pinned allocator rounds up to powers of two, up to twice the size."""
     area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
@@ -109,7 +112,7 @@ def _untouched(nbytes: int) -> Tensor:
 
 
 def _make_reachable(area: Tensor) -> None:
-    area.zero_()  # the pages come into being here, on several threads
+    area.zero_()  # the page faults happen here, on several threads
     error = torch.cuda.cudart().cudaHostRegister(area.data_ptr(), area.numel(), 0)  # type: ignore[no-untyped-call]
     if int(error) != 0:
         raise UsageError(
@@ -124,7 +127,7 @@ def _let_go(addresses: list[int]) -> None:
 
 
 def _laid_out(area: Tensor, like: Tensor) -> LowMemoryState:
-    """The parts of an area; those with an entry for each weight have its shape and order in memory."""
+    """Return the state tensors in an area; those with one entry per weight have the weight's shape and strides."""
     found, start = [], 0
     for nbytes, dtype in zip(_bytes(like.numel()), _DTYPES, strict=True):
         flat = area[start : start + nbytes].view(dtype)

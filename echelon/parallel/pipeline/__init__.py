@@ -1,1 +1,1 @@
-"""A pipeline: stages on several ranks, micro-batches through them, as a schedule says."""
+"""Pipeline parallelism: stages on several ranks, which run micro-batches in the order of a schedule."""

@@ -1,4 +1,4 @@
-"""Route: which messages a schedule and its transfers make, between whom, and in which order. Pure."""
+"""CommPlan: the messages of a schedule and its transfers, their ranks, and their order; without side effects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from echelon.plan.schedule import Action, Kind, Schedule
 from echelon.plan.simulate import Edge, simulate
 
-AHEAD = 2  # actions of which the messages are under way while another one runs
+AHEAD = 2  # later actions whose receives are posted while an action runs
 
 
 class StageTransfer(NamedTuple):
@@ -22,7 +22,7 @@ class StageTransfer(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """Everything of one micro-batch on one edge: what ``source`` made for ``target``, or the gradients of that."""
+    """All tensors of one micro-batch that ``source`` makes for ``target``, or with ``backward`` their gradients."""
 
     source: int
     target: int
@@ -39,7 +39,12 @@ class StageMessage(NamedTuple):
 
 
 class ScheduledAction(NamedTuple):
-    """An action of this rank: what it needs and makes, and what of others it or an action soon after it needs."""
+    """An action of this rank with its messages.
+
+    needs:  messages that the action receives
+    sends:  messages that the action sends
+    soon:   messages from other ranks to receive for this action and for the next AHEAD actions that need any
+    """
 
     action: Action
     needs: list[StageMessage]
@@ -48,7 +53,7 @@ class ScheduledAction(NamedTuple):
 
 
 class CommPlan:
-    """What is sent and needed by one rank of the pipeline, ``place``."""
+    """The messages that one rank of the pipeline, ``place``, sends and receives."""
 
     def __init__(self, schedule: Schedule, transfers: Sequence[StageTransfer], place: int) -> None:
         self.place, self.ranks = place, len(schedule)
@@ -58,9 +63,9 @@ class CommPlan:
         for source, target in sorted(self.keys):
             self._into[target].append((source, target))
             self._out_of[source].append((source, target))
-        self.sent_at: dict[StageMessage, int] = {}  #: the place of the sending action in its rank's list
-        self.needed_at: dict[StageMessage, int] = {}  #: and of the action that needs it, in its rank's
-        #: one order of all messages between ranks, the same on every rank; of what one rank sends, that of its actions
+        self.sent_at: dict[StageMessage, int] = {}  #: index of the sending action in its rank's list
+        self.needed_at: dict[StageMessage, int] = {}  #: index of the receiving action in its rank's list
+        #: index of each message between ranks in one order, equal on all ranks; a rank's sends follow its actions
         self.order: dict[StageMessage, int] = {}
         for actions in schedule:
             for at, action in enumerate(actions):
@@ -84,7 +89,7 @@ class CommPlan:
         return found
 
     def sends(self, action: Action) -> list[StageMessage]:
-        """What ``action`` makes for other stages."""
+        """Return the messages that ``action`` makes for other stages."""
         if action.kind == "F":
             return [StageMessage(*edge, action.micro, backward=False) for edge in self._out_of[action.stage]]
         return [
@@ -92,7 +97,7 @@ class CommPlan:
         ]
 
     def needs(self, action: Action) -> list[StageMessage]:
-        """What other stages make for ``action``, in a fixed order."""
+        """Return the messages that other stages make for ``action``, in a fixed order."""
         if action.kind == "F":
             return [StageMessage(*edge, action.micro, backward=False) for edge in self._into[action.stage]]
         return [
@@ -115,8 +120,11 @@ class CommPlan:
         return micro_and_edge * 4 + 2 * message.backward + header
 
     def _in_order(self, schedule: Schedule) -> Iterator[StageMessage]:
-        """By the time they are ready when every action takes a while. A message comes after all it depends on, so
-        ranks that take part in their messages in this order never wait for each other in a circle."""
+        """Yield the messages between ranks in the order in which a simulation of the schedule makes them.
+
+        A message comes after all messages that it depends on, so ranks that send and receive in this order cannot
+        deadlock.
+        """
         kinds: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
         durations = {(kind, stage): time for kind, time in kinds.items() for stage in range(self.stages)}
         events = simulate(schedule, durations, dict.fromkeys(self.keys, 0.0)).events
@@ -126,7 +134,7 @@ class CommPlan:
 
 @functools.lru_cache(maxsize=16)
 def route(schedule: Schedule, transfers: tuple[StageTransfer, ...], place: int) -> CommPlan:
-    """The same in every step, so made once."""
+    """Return the cached CommPlan of a rank; it is the same in every step."""
     return CommPlan(schedule, transfers, place)
 
 

@@ -1,9 +1,9 @@
-"""What the user's own code between units makes of placeholders, remembered from step to step.
+"""Cache the results of operations on fake tensors in the user's code between units.
 
-Torch takes 0.2 ms to find out what an operation on placeholders gives, and 0.8 where a real tensor takes part: several
-times what such an operation takes on a small stage's real tensors. But a stage is lent the same placeholders in every
-step (``loans``), so that the same question has the same answer; to find it here takes some microseconds. The user's
-code runs all the same: one that takes another way asks other questions.
+An operation on fake tensors takes torch 0.2 ms, or 0.8 ms if a real tensor takes part: several times the time of such
+an operation on a small stage's real tensors. But a stage gets the same fake tensors in every step (PlaceholderPool), so
+the same operation has the same result, and finding it here takes some microseconds. The user's code still runs, so if
+it takes another branch, other operations are looked up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.plan.fake_forward import as_module_output, placeholder
 
-MOST_KNOWN = 10_000  # answers, or placeholders; where lengths vary, there are many
+MOST_KNOWN = 10_000  # most results, or fake tensors, in a cache; there are many if sequence lengths vary
 _PLAIN = (NoneType, bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, EllipsisType)
 _NOT_IN_PLACE = ("__invert__", "__int__", "__index__", "__iter__", "requires_grad_", "share_memory_", "detach_")
 
@@ -28,30 +28,35 @@ _glue: ContextVar[InterStageCache | None] = ContextVar("glue", default=None)
 
 
 class CachedPlaceholder(FakeTensor):
-    """A placeholder that is the same object in every step. Operations on it ask the glue of the pass."""
+    """A fake tensor that is the same object in every step. Operations on it use the InterStageCache of the pass."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         glue = _glue.get()
         with torch._C.DisableTorchFunctionSubclass():
-            if glue is None or getattr(function, "__name__", "") == "__get__":  # its looks are no operation
+            if glue is None or getattr(function, "__name__", "") == "__get__":  # attributes are not cached
                 return function(*args, **(kwargs or {}))
             return glue.operate(function, args, kwargs or {})
 
 
 def lend(made: Tensor) -> Tensor:
-    """``made``, a placeholder, as one that will be lent again."""
+    """Turn a fake tensor into a CachedPlaceholder in place, and return it."""
     if type(made) is FakeTensor:
         made.__class__ = CachedPlaceholder
     return made
 
 
 class _Unknown(Exception):
-    """An argument that cannot be compared with that of another step."""
+    """Raised for an argument that cannot be compared with an argument of another step."""
 
 
 class _Answer(NamedTuple):
-    """``asked`` keeps alive what the question knows by its identity."""
+    """A cached result.
+
+    asked:   fake tensors in the question, kept alive because the question has their ids
+    made:    fake tensors in the result
+    result:  the result
+    """
 
     asked: list[Tensor]
     made: list[Tensor]
@@ -59,18 +64,24 @@ class _Answer(NamedTuple):
 
 
 class InterStageCache:
-    """The answers that the passes of one runner have found."""
+    """Results of operations on fake tensors, kept over the passes of one StageRunner.
+
+    It is a context manager around one pass.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Answer] = {}
-        self._times = defaultdict[Hashable, int](int)  # asked in this pass: equal results are no one object
+        self._times = defaultdict[Hashable, int](int)  # per pass: repeated calls must return different objects
         self._used: list[Hashable] = []
 
     def __enter__(self) -> None:
         self._before = _glue.set(self)
 
     def __exit__(self, *exception: object) -> None:
-        """The pass is over. What was changed in place would keep what was put into it."""
+        """End the pass, and drop results whose tensors were changed in place.
+
+        Such a tensor would keep alive the tensors that were written into it.
+        """
         _glue.reset(self._before)
         self._times.clear()
         with torch._C.DisableTorchFunctionSubclass():
@@ -81,7 +92,7 @@ class InterStageCache:
         self._used.clear()
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``, or what it has been in a step before."""
+        """Return the cached result of ``function(*args, **kwargs)``, or call it and cache its result."""
         asked: list[Tensor] = []
         try:
             question: Hashable = (function, _looks(args, asked), _looks(kwargs, asked), surroundings())
@@ -104,7 +115,11 @@ class InterStageCache:
     def _change(
         self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], question: Hashable, asked: list[Tensor]
     ) -> Any:
-        """Of a placeholder that is changed in place nothing changes, but for its looks. To see that, change another."""
+        """Apply an in-place operation to a fake tensor.
+
+        A fake tensor has no contents, so the operation can only change its metadata. To find out, it is applied to a
+        copy first; if the copy's metadata stay the same, the tensor is left alone and the result is cached.
+        """
         changed, *others = args
         other = _like(changed)
         before = _seen_from_outside(other)
@@ -120,7 +135,7 @@ class InterStageCache:
         return found
 
     def keep(self, question: Hashable, asked: list[Tensor], made: list[Tensor], result: Any) -> _Answer:
-        """Where one of ``asked`` or ``made``, which are in ``result``, is changed, it is forgotten after the pass."""
+        """Cache a result. It is dropped after the pass if a tensor of ``asked`` or ``made`` is changed in place."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         self._used.append(question)
@@ -129,7 +144,7 @@ class InterStageCache:
 
     @staticmethod
     def question(*parts: Any) -> tuple[Hashable, list[Tensor]] | None:
-        """``parts`` as they compare with those of another step, and the placeholders in them; None if they do not."""
+        """Return a key that compares ``parts`` with other steps, and the fake tensors in them; None if impossible."""
         asked: list[Tensor] = []
         try:
             return (_looks(parts, asked), surroundings()), asked
@@ -138,18 +153,21 @@ class InterStageCache:
 
 
 def is_changed(lent: Tensor) -> bool:
-    """Whether it is no more what it was when it was made: changed in place, or told to want a gradient."""
+    """Return True if the tensor was changed in place since it was made, or its requires_grad was set."""
     return bool(lent._version) or lent.requires_grad != (lent.grad_fn is not None)
 
 
 def surroundings() -> Hashable:
-    """What else an operation's result depends on."""
+    """Return the global state that an operation's result depends on: grad mode, default dtype, autocast."""
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return torch.is_grad_enabled(), torch.get_default_dtype(), *casts
 
 
 def _changes_its_first(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether it changes a tensor in place, by its name: ``add_``, ``__iadd__``, ``__setitem__``."""
+    """Return True if the function changes its first argument, a CachedPlaceholder, in place.
+
+    The name of the function decides: ``add_``, ``__iadd__``, ``__setitem__``.
+    """
     name = getattr(function, "__name__", "")
     in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
     return (
@@ -164,7 +182,10 @@ def _seen_from_outside(tensor: Tensor) -> Hashable:
 
 
 def _looks(value: Any, asked: list[Tensor]) -> Hashable:
-    """A placeholder is itself, a real tensor what it looks like: no placeholder's looks depend on a value."""
+    """Return a key for a value: a cached fake tensor by identity, a real tensor by its metadata.
+
+    The metadata are enough, because the shape of a fake result never depends on values.
+    """
     if isinstance(value, Tensor):
         return _tensor_looks(value, asked)
     kind = type(value)
@@ -190,7 +211,10 @@ def _tensor_looks(value: Tensor, asked: list[Tensor]) -> Hashable:
 
 
 def _remade(result: Any) -> tuple[list[Tensor], Any] | None:
-    """The tensors in ``result`` and itself, both without a history: it would keep real tensors of this step alive."""
+    """Return the tensors in ``result`` and a copy of it, without the autograd graph; None if it cannot be cached.
+
+    The autograd graph would keep real tensors of this step alive.
+    """
     if isinstance(result, Tensor):
         made = _remade_tensor(result)
         return None if made is None else ([made], made)
@@ -202,7 +226,7 @@ def _remade(result: Any) -> tuple[list[Tensor], Any] | None:
 
 
 def _remade_tensor(made: Any) -> Tensor | None:
-    if type(made) is CachedPlaceholder:  # handed back as it was
+    if type(made) is CachedPlaceholder:  # the operation returned its argument
         return made
     if type(made) is not FakeTensor or made.layout is not torch.strided or made.is_conj() or made.is_neg():
         return None

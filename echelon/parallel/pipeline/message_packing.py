@@ -1,4 +1,4 @@
-"""Several tensors as one piece of bytes, and a description of them that the other end can read."""
+"""Pack several tensors into one buffer of bytes, with a description that the receiver can read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 
-ALIGNMENT = 64  # bytes; every dtype's elements and a GPU's widest loads are aligned
+ALIGNMENT = 64  # bytes; enough for the elements of every dtype and for a GPU's widest loads
 
 
 class PackedTensorSpec(NamedTuple):
-    """One tensor. ``strides`` are those of a dense tensor in the same order of dimensions: channels stay last."""
+    """Description of one tensor. ``strides`` are dense and keep the order of dimensions, such as channels last."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class PackedTensorSpec(NamedTuple):
         return f"{_name(self.dtype)} {list(self.shape)}{gradient}"
 
 
-Form = tuple[PackedTensorSpec | None, ...]  #: what one message carries; None where there is no tensor
+Form = tuple[PackedTensorSpec | None, ...]  #: the tensors of one message; None for a missing tensor
 
 
 def form_of(tensors: Sequence[Tensor | None], *, training: bool) -> Form:
@@ -41,7 +41,7 @@ def form_of(tensors: Sequence[Tensor | None], *, training: bool) -> Form:
 
 
 def same_form(form: Form, other: Form) -> bool:
-    """Strides aside: what is packed takes those that were announced."""
+    """Return True if the forms are equal except for strides; packed tensors get the strides that were announced."""
     return form == other or [field and field._replace(strides=()) for field in form] == [
         field and field._replace(strides=()) for field in other
     ]
@@ -65,7 +65,7 @@ def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ..
 
 @functools.lru_cache(maxsize=1024)
 def alone(form: Form) -> PackedTensorSpec | None:
-    """The one tensor of a message, where its bytes, row by row, are all of it: it need not be packed."""
+    """Return the tensor of a message that has only one, contiguous and not empty, so that it need not be packed."""
     field = form[0] if len(form) == 1 else None
     if field is None or not field.bytes or field.dtype.is_complex:
         return None
@@ -112,14 +112,14 @@ def pack(tensors: Sequence[Tensor | None], form: Form, into: Tensor) -> None:
 
 
 def unpack(buffer: Tensor, form: Form) -> list[Tensor | None]:
-    """The tensors, each in its part of the buffer; leaves that want a gradient where the sender's did."""
+    """Return the tensors, each in its part of the buffer, as leaves that require a gradient if the sender's did."""
     return [
         window.requires_grad_(field.wants_gradient) if window is not None and field is not None else None
         for window, field in zip(_windows(buffer, form, 0), form, strict=True)
     ]
 
 
-# ---- gradients: those a form wants, behind one byte each that says whether there is one ----
+# ---- gradients: those that a form wants, after one byte per tensor that is 1 if there is a gradient ----
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,13 +129,13 @@ def gradients_form(form: Form) -> Form:
 
 @functools.lru_cache(maxsize=1024)
 def packed_gradients_size(form: Form) -> int:
-    """0 where none is wanted."""
+    """Return the bytes of a message of gradients; 0 if no tensor wants one."""
     wanted = gradients_form(form)
     return _offsets(wanted, len(form))[-1] if any(wanted) else 0
 
 
 def packed_gradient(gradients: Sequence[Tensor | None], form: Form) -> Tensor | None:
-    """As ``pack_gradients`` does it, in one operation, where there is one gradient of a tensor ``alone``."""
+    """Return the bytes of ``pack_gradients`` in one operation, for the gradient of a tensor ``alone``; else None."""
     field, gradient = alone(form), gradients[0] if gradients else None
     if field is None or gradient is None or not field.wants_gradient or gradient.dtype != field.dtype:
         return None
@@ -154,21 +154,24 @@ def pack_gradients(gradients: Sequence[Tensor | None], form: Form, into: Tensor)
 
 
 def unpack_gradients(buffer: Tensor, form: Form, present: Sequence[int]) -> list[Tensor | None]:
-    """``present``: the bytes in front, which the host has to read."""
+    """Return the gradients in the buffer. ``present``: the bytes at its beginning, read on the host."""
     windows = _windows(buffer, gradients_form(form), len(form))
     return [window if there else None for window, there in zip(windows, present, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _offsets(form: Form, first: int) -> tuple[int, ...]:
-    """Where each tensor begins, and where the last one ends."""
+    """Return the offset of each tensor, and the end of the last one."""
     sizes = [field.bytes if field else 0 for field in form]
     begins = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in (first, *sizes[:-1])))
     return (*begins, begins[-1] + sizes[-1]) if sizes else tuple(begins)
 
 
 def _windows(buffer: Tensor, form: Form, first: int) -> list[Tensor | None]:
-    """Not views of the buffer: changing one in place must not look to autograd like a change of the others."""
+    """Return tensors that share the buffer's storage.
+
+    They are not views of it: autograd would take an in-place change of one for a change of the others.
+    """
     storage = buffer.untyped_storage()
     return [
         field

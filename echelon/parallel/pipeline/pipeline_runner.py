@@ -1,4 +1,4 @@
-"""Training and evaluating in micro-batches: on one process one after another, in a pipeline by its schedule."""
+"""Train and evaluate in micro-batches: one after another on one process, or by a schedule in a pipeline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(NamedTuple):
-    """Some rows of a batch, and which part of it they are. A stand-in, where rows do not suffice, is no part of it."""
+    """Some rows of a batch.
+
+    batch:  the rows
+    part:   their fraction of the whole batch; 0 for a stand-in
+    rows:   number of rows; 0 for a stand-in
+    """
 
     batch: Any
     part: float
@@ -40,10 +45,12 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(batch: Any, count: int) -> list[MicroBatch]:
-    """``batch`` in ``count`` pieces along the first dimension of its tensors, as even as they can be.
+    """Cut ``batch`` into ``count`` pieces along the first dimension of its tensors, as evenly as possible.
 
-    What has another length goes to all of them. With fewer rows than pieces, the last pieces are stand-ins: the first
-    row again, counting for nothing, so that all ranks of all replicas run equally many.
+    Tensors of another length go to all pieces. With fewer rows than pieces, the last pieces are stand-ins: the first
+    row again with weight 0, so that all ranks of all replicas run the same number.
+
+    Raises DataError for packed sequences.
     """
     rows = count_samples(batch)
     if holds_packed(batch):
@@ -66,17 +73,17 @@ def _rows(batch: Any, rows: int, begin: int, end: int) -> MicroBatch:
 
 
 class MicroBatchRunner:
-    """One process: micro-batches one after another, gradients adding up."""
+    """Runs micro-batches one after another on one process, and accumulates their gradients."""
 
     def __init__(self, objective: Objective, count: int) -> None:
         self._objective, self._count = objective, count
 
     def passes(self, name: str) -> int:
-        """How many backward passes make up the gradient of a parameter."""
+        """Return the number of backward passes that contribute to the gradient of a parameter."""
         return self._count
 
     def train(self, batch: Any, weights: MicroBatchWeights) -> PipelineLocalLoss:
-        """Forward and backward of each micro-batch's weighted loss."""
+        """Run forward and backward of each micro-batch's weighted loss."""
         known = _WeightedLosses(micro_batches(batch, self._count), weights)
         for at, micro in enumerate(known.micros):
             with stand_in_batch(micro.part == 0):
@@ -89,7 +96,7 @@ class MicroBatchRunner:
 
 
 class PipelineRunner:
-    """One rank of a pipeline: its stages, run by the plan's schedule."""
+    """Runs the stages of one rank of a pipeline by the plan's schedule."""
 
     def __init__(
         self, plan: Plan, model: nn.Module, objective: Objective, grid: MeshGroups, hosted: Sequence[int], world: World
@@ -121,7 +128,7 @@ class PipelineRunner:
         return known.result(self._runner.auxiliary, self._device)
 
     def evaluate(self, batch: Any, weights: EvaluationWeights) -> list[EvalOutput]:
-        """On the last stage, what became of every micro-batch; nothing elsewhere."""
+        """Return the outputs and losses of all micro-batches on the rank of the last stage; elsewhere an empty list."""
         micros = micro_batches(batch, self._count)
         self._runner.begin([m.batch for m in micros], None)
         self._run(self._judging, micros)
@@ -142,7 +149,7 @@ class PipelineRunner:
 
 
 class _WeightedLosses:
-    """The losses of one batch's micro-batches, added up as they become known."""
+    """The running sum of the losses of one batch's micro-batches."""
 
     def __init__(self, micros: Sequence[MicroBatch], weights: MicroBatchWeights) -> None:
         self.micros, self._weights = micros, weights
@@ -168,7 +175,7 @@ class _WeightedLosses:
 
 
 class _StandInAwareRunner:
-    """Runs the stages, telling batch norm which micro-batches are only stand-ins."""
+    """Runs the stages, and marks stand-in micro-batches so that batch norm does not count them."""
 
     def __init__(self, runner: StageRunner, micros: Sequence[MicroBatch]) -> None:
         self._runner, self._micros = runner, micros
@@ -185,7 +192,7 @@ class _StandInAwareRunner:
 
 
 class _Deferral:
-    """Weights' gradients of one stage and micro-batch, computed when there is nothing else to do."""
+    """Defers the gradients of weights of one stage and micro-batch to ``run``, the W action of the schedule."""
 
     def __init__(self) -> None:
         self._store = WeightGradStore()

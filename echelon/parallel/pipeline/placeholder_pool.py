@@ -1,4 +1,4 @@
-"""Placeholders that a stage lends to the user's forward, pass after pass, in place of what it does not need."""
+"""Reuse fake tensors that replace, in the user's forward, the tensors that a stage does not need."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from echelon.plan.fake_forward import as_module_output, placeholder
 
 
 class PlaceholderPool:
-    """Those of one stage and micro-batch, lent again in every step: to make one takes torch 0.4 ms, which was half of
-    the time of a small model's interleaved step."""
+    """Fake tensors of one stage and micro-batch, reused in every step.
+
+    Creating one takes torch 0.4 ms, which was half of the time of a small model's interleaved step.
+    """
 
     def __init__(self, known: dict[Hashable, Tensor], borrower: tuple[int, int]) -> None:
         self._known, self.borrower = known, borrower
         self._out: list[Hashable] = []
 
     def given(self, key: str, like: Tensor) -> Tensor:
-        """As a part of the batch."""
+        """Return a fake tensor for a part of the batch."""
         return self._lend(key, like, placeholder)
 
     def made(self, key: str, like: Tensor) -> Tensor:
-        """As something that a unit returned."""
+        """Return a fake tensor for an output of a unit."""
         return self._lend(key, like, fresh_placeholder)
 
     def all_made(self, prefix: str, leaves: Sequence[Any]) -> list[Any]:
-        """As all that a unit returned."""
+        """Return fake tensors for all tensors among the outputs of a unit."""
         return [
             self.made(f"{prefix}/{at}", leaf) if isinstance(leaf, Tensor) else leaf for at, leaf in enumerate(leaves)
         ]
@@ -48,7 +50,10 @@ class PlaceholderPool:
             return found
 
     def settle(self) -> None:
-        """The pass is over. One that glue has changed in place would keep what it has put into it."""
+        """Drop, at the end of a pass, fake tensors that user code changed in place.
+
+        Such a tensor would keep alive the tensors that were written into it.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for look in self._out:
                 lent = self._known.get(look)
@@ -57,5 +62,5 @@ class PlaceholderPool:
 
 
 def fresh_placeholder(leaf: Tensor) -> Tensor:
-    """A placeholder like it, as a unit would return it."""
+    """Return a fake tensor like ``leaf``, with a grad_fn as the output of a unit has."""
     return as_module_output(placeholder(leaf))

@@ -1,4 +1,4 @@
-"""The pipeline loop: one rank does its actions in order, and hands on what other stages need."""
+"""Run a pipeline schedule: one rank performs its actions in order, and sends the tensors that other stages need."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ class StageExecutor(Protocol):
     """Runs one stage for one micro-batch."""
 
     def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
-        """What other stages need, by key. ``received`` are leaves; a key that was sent as None is not among them."""
+        """Return the tensors that other stages need, by key.
+
+        received:  tensors from other stages, as leaves; keys that were sent as None are missing
+        """
         ...
 
     def backward(
         self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: Part
     ) -> Mapping[str, Tensor | None]:
-        """Gradients of what was received, by key; one that is missing or None is none.
+        """Return the gradients of the received tensors, by key; a missing key or None stands for no gradient.
 
-        ``gradients``: of what forward returned and wants one. For W it is empty, and nothing comes back.
+        gradients:  gradients of the tensors that forward returned and that want one; empty for W
+        part:       B: all gradients; I: gradients of inputs; W: gradients of weights, and the result is empty
         """
         ...
 
@@ -43,11 +47,16 @@ def run_schedule(
     links: PipelineLinks,
     signature: Hashable | Callable[[int], Hashable],
 ) -> None:
-    """Do this rank's part of ``schedule``, which is that of all ranks: it tells who sends what first.
+    """Perform this rank's actions of ``schedule``.
 
-    ``signature`` stands for the shapes of a micro-batch's inputs, the same on all ranks; a function where micro-batches
-    differ. Where it is new, shapes are announced. What goes wrong names the rank, the stage and the micro-batch, and
-    leaves without waiting for anybody.
+    schedule:   actions of all ranks, from which the order of messages follows
+    runner:     runs the stages of this rank
+    transfers:  tensors that go from stage to stage
+    links:      communication between the ranks of the pipeline
+    signature:  key for the shapes of a micro-batch's inputs, equal on all ranks; a function of the micro-batch if they
+                differ. For a new signature, shapes are sent in headers.
+
+    An exception gets the rank, stage and micro-batch added, and is raised without waiting for other ranks.
     """
     found = links.route(schedule, transfers)
     of_micro = signature if callable(signature) else lambda micro: signature
@@ -66,8 +75,8 @@ class _Loop:
     def __init__(self, runner: StageExecutor, route: CommPlan, exchange: PipelineExchange) -> None:
         self.exchange = exchange
         self._runner, self._route = runner, route
-        self._handed: dict[StageMessage, list[Tensor | None]] = {}  # between stages of this rank
-        self._wanted: dict[StageMessage, list[bool]] = {}  # and whether each wants a gradient
+        self._handed: dict[StageMessage, list[Tensor | None]] = {}  # messages between stages of this rank
+        self._wanted: dict[StageMessage, list[bool]] = {}  # for each of their tensors, True if it wants a gradient
 
     def perform(self, deed: ScheduledAction) -> None:
         since = monotonic() if activity.recorder is not None else 0.0
@@ -95,7 +104,7 @@ class _Loop:
 
     def _backward(self, deed: ScheduledAction, part: Part) -> None:
         gradients: dict[str, Tensor | None] = {}
-        for message in deed.needs:  # by target, so that sums have one order
+        for message in deed.needs:  # sorted by target, so that gradients are always summed in the same order
             wanted, came = self._wants(message), self._receive(message)
             for key, wants, gradient in zip(self._keys(message), wanted, came, strict=True):
                 if wants:

@@ -1,14 +1,14 @@
-"""Backward in two parts, for zero-bubble schedules: first what other stages wait for, later the weights' gradients.
+"""Split backward into two parts for zero-bubble schedules: first gradients of inputs, later gradients of weights.
 
-    store = WeightStore()                  # one for every stage and micro-batch
-    with deferring(store):
+    store = WeightGradStore()              # one for every stage and micro-batch
+    with defer_weight_grads(store):
         output = stage(input)
-    with deferring(store):                 # here too: a recomputed forward must do as the first one did
+    with defer_weight_grads(store):        # here too: a recomputed forward must do the same as the first one
         output.backward(gradient)          # gradients of inputs, and of weights that are used in no layer listed below
     store.run()                            # gradients of the other weights
 
-Linear layers, convolutions and embeddings are taken apart, attention's projections included. Every parameter receives
-its gradient once, through autograd, in one of the two parts: its hooks fire once a micro-batch, as with one backward.
+Linear layers (also the projections of attention), convolutions and embeddings are split. Every parameter receives its
+gradient once, through autograd, in one of the two parts: its hooks fire once per micro-batch, as with one backward.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ Gradients = Callable[[], list[tuple[nn.Parameter, Tensor]]]
 
 
 class WeightGradStore:
-    """The weights' gradients of one stage and micro-batch that are still to be computed."""
+    """The deferred gradients of weights of one stage and micro-batch."""
 
     def __init__(self) -> None:
-        self.active = 0  # how many times deferring() is entered
+        self.active = 0  # number of defer_weight_grads() contexts that are entered
         self._later: list[Gradients] = []
-        self._left = Counter[nn.Parameter]()  # gradients still to come
-        self._taken: dict[nn.Parameter, Tensor | None] = {}  # with a stand-in where also used otherwise
+        self._left = Counter[nn.Parameter]()  # number of gradients still to be computed
+        self._taken: dict[nn.Parameter, Tensor | None] = {}  # with a stand-in if also used by other operations
         self._elsewhere: set[nn.Parameter] = set()
 
     def take(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether their gradients may come later. Not where one of them takes part in something else already, whose
-        gradient comes in the first part: it would receive two."""
+        """Return True if the gradients of these parameters may be deferred.
+
+        They may not if another operation already uses one of them: its gradient comes in the first part, so the
+        parameter would receive two gradients.
+        """
         if not self._elsewhere.isdisjoint(parameters):
             return False
         for parameter in parameters:
@@ -51,7 +54,10 @@ class WeightGradStore:
         return True
 
     def substitute(self, value: Any) -> Any:
-        """A stand-in for a parameter that was taken, to be used otherwise: it collects what the first part finds."""
+        """Return a stand-in for a parameter whose gradient is deferred, for use by another operation.
+
+        The stand-in collects the gradient of the first part. Other values are returned unchanged.
+        """
         if not isinstance(value, nn.Parameter) or value not in self._taken:
             return value
         stand_in = self._taken[value]
@@ -67,7 +73,7 @@ class WeightGradStore:
         self._later.append(gradients)
 
     def run(self) -> None:
-        """Compute them and add them up, in the order in which backward came by."""
+        """Compute and accumulate the deferred gradients, in the order of backward."""
         sums: dict[nn.Parameter, Tensor | None] = {
             parameter: found.grad for parameter, found in self._taken.items() if found is not None
         }
@@ -78,7 +84,7 @@ class WeightGradStore:
                 self._left[parameter] -= 1
                 if not self._left[parameter]:
                     _accumulate(parameter, sums.pop(parameter))
-        for parameter, collected in sums.items():  # of those whose layers took no part in the loss
+        for parameter, collected in sums.items():  # parameters whose layers have no part in the loss
             _accumulate(parameter, collected)
         self._taken.clear()
 
@@ -87,14 +93,14 @@ class WeightGradStore:
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """As autograd does it at the end of a backward pass: into ``.grad``, with all hooks."""
+    """Accumulate a gradient into ``.grad`` with all hooks, as autograd does at the end of a backward pass."""
     if gradient is not None:
         torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])
 
 
 @contextlib.contextmanager
 def defer_weight_grads(store: WeightGradStore) -> Iterator[None]:
-    """In here layers are taken apart; both the forward and the backward of a stage belong in here."""
+    """Defer the gradients of weights to ``store``; forward and backward of a stage must both run in this context."""
     store.active += 1
     try:
         with _WeightGradDeferralMode(store):
@@ -111,7 +117,7 @@ class _WeightGradDeferralMode(TorchFunctionMode):
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _BACKWARD:
-            with self:  # it is off in here, but what backward recomputes is for it too
+            with self:  # torch disables the mode in here, but forwards that backward recomputes need it
                 return _BACKWARD[function](*args, **kwargs)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return function(*args, **kwargs)
@@ -139,7 +145,10 @@ def _hold_parameters(values: Iterable[Any]) -> bool:
 
 
 def _note_uses(store: WeightGradStore, given: Any, result: Any) -> None:
-    """Parameters that take part in ``result``. To ask for a shape, or to convert to what it is already, is no part."""
+    """Mark the parameters that contribute to ``result`` as used elsewhere.
+
+    Reading a shape, or converting to the same dtype, does not count.
+    """
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
     if any(tensor.requires_grad for tensor in made):
         for leaf in tree_leaves(given):
@@ -147,11 +156,11 @@ def _note_uses(store: WeightGradStore, given: Any, result: Any) -> None:
                 store.used_elsewhere(leaf)
 
 
-# ---- one layer, taken apart ----
+# ---- one layer with a split backward ----
 
 
 class _Layer(Protocol):
-    """Its two halves; ``for_input`` is not asked of a layer whose input wants no gradient."""
+    """A layer with a split backward; ``for_input`` is not called if the input needs no gradient."""
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
     def for_input(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor: ...
@@ -159,8 +168,11 @@ class _Layer(Protocol):
 
 
 class _SplitBackward(torch.autograd.Function):
-    """To autograd the parameters are no inputs: their hooks would fire in the first part, with nothing. ``anchor``
-    makes the result want a gradient where ``input`` does not."""
+    """Computes the gradient of the input, and defers those of the parameters.
+
+    The parameters are not inputs for autograd, because their hooks would fire in the first part, without a gradient.
+    ``anchor`` makes the result require a gradient if ``input`` does not.
+    """
 
     @staticmethod
     def forward(
@@ -171,7 +183,7 @@ class _SplitBackward(torch.autograd.Function):
         layer: _Layer,
         store: WeightGradStore,
     ) -> Tensor:
-        # Autocast has converted a floating-point input already, and would convert weights so.
+        # Autocast has already converted a floating-point input, and would convert the weights to the same dtype.
         dtype = input.dtype if _casts(input) else parameters[0].dtype
         weight, *bias = (_of(dtype, parameter) for parameter in parameters)
         ctx.save_for_backward(input, weight)
@@ -181,7 +193,7 @@ class _SplitBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        assert ctx.store.active, "the backward of a stage must run under deferring(), as its forward did"
+        assert ctx.store.active, "the backward of a stage must run under defer_weight_grads(), as its forward did"
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None, None
@@ -194,7 +206,10 @@ class _SplitBackward(torch.autograd.Function):
 
 
 def _of(dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
-    """Wanting a gradient, for torch's choice between ways to multiply, of different rounding, depends on that."""
+    """Return the parameter in ``dtype``.
+
+    The result requires a gradient, because torch chooses between matmul kernels, which round differently, by that.
+    """
     return parameter if parameter.dtype == dtype else parameter.detach().to(dtype).requires_grad_()
 
 
@@ -203,7 +218,10 @@ def _casts(input: Tensor) -> bool:
 
 
 def _take_apart(store: WeightGradStore, layer: _Layer, input: Tensor, *parameters: Tensor | None) -> Tensor | None:
-    """None where it cannot be: a weight that is computed from others, or frozen, or used otherwise before."""
+    """Return the output of the layer with a split backward, or None if the backward cannot be split.
+
+    It cannot if a weight is computed from others, is frozen, or was used before by another operation.
+    """
     given = [parameter for parameter in parameters if parameter is not None]
     trained = [one for one in given if isinstance(one, nn.Parameter) and one.requires_grad and one.is_leaf]
     if len(trained) < len(given) or not store.take(trained):
@@ -274,7 +292,7 @@ class _Embedding:
         return [torch.ops.aten.embedding_dense_backward(gradient, input, words, padding, self.by_frequency)]
 
 
-# ---- calls of them, as torch.nn makes them ----
+# ---- replacements of the functions that torch.nn calls ----
 
 
 def _linear(store: WeightGradStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -326,12 +344,15 @@ _LAYERS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-# ---- functions of torch's, behind their first lines: those ask for a mode, and would come back to it for ever ----
+# ---- torch functions without their __torch_function__ check, which would call the mode again without end ----
 
 
 def _behind_the_check(function: Any, inner: Sequence[str] = (), **replaced: Any) -> Callable[..., Any]:
-    """``function`` without its question for modes, and with others in place of some that it, or one of its ``inner``
-    functions, calls."""
+    """Return a copy of ``function`` without its __torch_function__ check.
+
+    inner:     names of functions it calls that are copied in the same way
+    replaced:  functions, by global name, that the copies call instead of the original ones
+    """
     names = {**function.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False), **replaced}
     for name in (*inner, function.__name__):
         whole = function.__globals__[name]
@@ -345,7 +366,10 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 
 def _attention(store: WeightGradStore) -> Callable[..., Any]:
-    """torch's own, with its calls of ``linear`` coming to us: of what a mode calls, the mode sees nothing more."""
+    """Return torch's attention with ``_linear`` in place of ``linear``.
+
+    The replacement is needed because a mode does not see calls that are made inside its own handler.
+    """
     inner = ("_in_projection", "_in_projection_packed")
     return _behind_the_check(F.multi_head_attention_forward, inner, linear=functools.partial(_linear, store))
 

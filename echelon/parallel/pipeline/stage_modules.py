@@ -1,7 +1,7 @@
-"""Which parts of the model a rank of a pipeline keeps: those its stages need. The rest become placeholders.
+"""Replace the parameters and buffers that the stages of a rank do not need by fake tensors.
 
-A placeholder has shape and type but no memory. The model keeps its structure and names, so the user's forward runs on
-every rank; what it computes from placeholders are placeholders.
+A fake tensor has a shape and dtype but no memory. The model keeps its structure and names, so the user's forward runs
+on every rank; its results from fake tensors are fake tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from echelon.plan.stage_trace import StageTrace
 def keep_only(model: nn.Module, recording: StageTrace, stages: Sequence[int]) -> None:
     """Replace parameters and buffers that none of ``stages`` needs, and free their memory. Tied names stay tied.
 
-    Goes before modules are split, synchronized or recomputed, and those only where something was kept: a foreign module
-    still tells its output's shape, which must take no message to other ranks.
+    This must be called before modules are split, synchronized or recomputed, and these must be applied only to modules
+    that are kept: a module of another stage still runs to find the shape of its output, without collectives.
     """
     mine = {name for name, holders in recording.holders.items() if not set(holders).isdisjoint(stages)}
     kept = {id(value) for name, value in _first_names(model) if name in mine}
@@ -30,16 +30,16 @@ def keep_only(model: nn.Module, recording: StageTrace, stages: Sequence[int]) ->
                 let_go[id(parameter)] = parameter
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(placeholder(parameter), requires_grad=False)
-                setattr(module, name, made[id(parameter)])  # not past the module: recurrent ones keep a list of theirs
+                setattr(module, name, made[id(parameter)])  # not in _parameters: recurrent modules keep their own list
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and id(buffer) not in kept and not is_placeholder(buffer):
                 module._buffers[name] = made.setdefault(id(buffer), placeholder(buffer))
-    for parameter in let_go.values():  # an optimizer may still have it
+    for parameter in let_go.values():  # an optimizer may still refer to it
         parameter.data, parameter.grad = parameter.data.new_empty(0), None
 
 
 def holds(module: nn.Module) -> bool:
-    """Whether the module is run for real on this rank, as far as its own tensors tell."""
+    """Return True if none of the module's parameters and buffers is a fake tensor, so that this rank runs it."""
     return not any(is_placeholder(value) for _, value in _first_names(module))
 
 

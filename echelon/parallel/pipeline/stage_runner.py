@@ -1,7 +1,8 @@
-"""Running one stage of a pipeline: the user's whole forward, of which only this stage's part costs anything.
+"""Run one stage of a pipeline: the user's whole forward, in which only the units of this stage compute.
 
-Own units compute. A unit of an earlier stage returns what was received where this stage needs it, and placeholders
-where not, so that glue which nobody needs here costs next to nothing. The first call of a later stage's unit ends it.
+A unit of an earlier stage returns the received tensors that this stage needs, and fake tensors for all others, so that
+code between units that this stage does not need costs almost nothing. The first call of a later stage's unit ends the
+forward.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ AUXILIARY = "auxiliary_loss"
 
 
 class DeferredWeightGrads(Protocol):
-    """As a context around forward and backward: gradients of weights are left out, for ``run`` to compute."""
+    """A context around forward and backward that leaves out gradients of weights; ``run`` computes them later."""
 
     def __enter__(self) -> Any: ...
 
@@ -39,7 +40,7 @@ class DeferredWeightGrads(Protocol):
 
 
 class BatchLoss(Protocol):
-    """From a batch to the model's output and its loss."""
+    """A callable that returns the model's output and loss for a batch."""
 
     def __call__(self, batch: Any) -> tuple[Any, Tensor]: ...
 
@@ -47,7 +48,7 @@ class BatchLoss(Protocol):
 
 
 class StageLossWeights(Protocol):
-    """What the losses of a micro-batch are multiplied by before backward."""
+    """The factors of the losses of each micro-batch in backward."""
 
     def of_loss(self, micro: int, loss: Tensor) -> Tensor | float: ...
 
@@ -58,14 +59,17 @@ Weighted = tuple[Tensor, Tensor | float]
 
 
 class PassEnded(BaseException):
-    """The first module of a later stage was called. Not an Exception: user code that catches those must let it pass."""
+    """Raised when the first unit of a later stage is called.
+
+    It is not an Exception, so that user code that catches Exception does not catch it.
+    """
 
 
-Seen = dict[str, FlattenedTree]  # by call of a unit, what it returned, as placeholders
+Seen = dict[str, FlattenedTree]  # outputs of units as fake tensors, by call
 
 
 class StageRunner:
-    """Runs the stages that live on this rank, one micro-batch at a time, in whatever order a schedule asks for."""
+    """Runs the stages of this rank, one micro-batch at a time, in the order of a schedule."""
 
     def __init__(
         self,
@@ -93,25 +97,27 @@ class StageRunner:
         self._batches: Sequence[Any] = ()
         self._weights: StageLossWeights | None = None  # None when not training
         self._training = False
-        self.losses: dict[int, Tensor] = {}  #: per micro-batch, unweighted; only where the last stage is
+        self.losses: dict[int, Tensor] = {}  #: per micro-batch, unweighted; only on the rank of the last stage
         self.auxiliary: dict[int, Tensor] = {}  #: per micro-batch, unweighted: the sum over this rank's units
-        self.seen: dict[int, Any] = {}  #: the same, how the loss was computed
-        self.outputs: dict[int, Any] = {}  #: per micro-batch, when not training; only where the last stage is
+        self.seen: dict[int, Any] = {}  #: per micro-batch, a record of how the loss was computed
+        self.outputs: dict[int, Any] = {}  #: per micro-batch, if not training; only on the rank of the last stage
         self._undo = install_call_hooks(model, recording.units)
         for name, stage in recording.units.items():
             if stage not in stages:
                 mark_remote_stage(self._units[name], stage)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the call hooks from the model."""
         self._undo()
 
     def begin(self, micro_batches: Sequence[Any], weights: StageLossWeights | None) -> None:
-        """A step of training, in which ``weights`` multiply each micro-batch's losses before backward; else forward
-        alone."""
+        """Begin a step.
+
+        weights:  factors of each micro-batch's losses in backward; None for forward without training
+        """
         self._batches, self._weights, self._training = micro_batches, weights, weights is not None
-        self._running.clear()  # a step that was given up
-        # Where several stages live here, one need not ask what another's units return: it has seen it.
+        self._running.clear()  # left from a step that was aborted
+        # If several stages are on this rank, outputs of units of one stage are known to the others.
         self._seen = {micro: {} for micro in range(len(micro_batches))} if len(self._plans) > 1 else {}
         self._deferred.clear()
         self.losses, self.auxiliary, self.outputs, self.seen = {}, {}, {}, {}
@@ -119,9 +125,9 @@ class StageRunner:
     # ---- forward ----
 
     def forward(self, stage: int, micro: int, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
-        """What other stages need, by key; it requires a gradient where this stage can use one.
+        """Return the tensors that other stages need, by key; they require a gradient if this stage can use one.
 
-        ``received``: leaves, which require a gradient where their maker can use one.
+        received:  leaves, which require a gradient if the stage that made them can use one
         """
         plan = self._plans[stage]
         _forget_auxiliary(self._own[stage])
@@ -166,9 +172,10 @@ class StageRunner:
     def backward(
         self, stage: int, micro: int, gradients: Mapping[str, Tensor | None], part: Part
     ) -> Mapping[str, Tensor | None]:
-        """From the gradients of what forward returned to those of what it had received.
+        """Return the gradients of the tensors that forward received.
 
-        B is everything. I leaves gradients of weights for W, as far as they can be deferred.
+        gradients:  gradients of the tensors that forward returned
+        part:       B computes all gradients; I leaves gradients of weights for W, if they can be deferred
         """
         if part == "W":
             self._run_deferred(stage, micro)
@@ -176,7 +183,7 @@ class StageRunner:
         kept = self._running.pop((stage, micro))
         with self._deferred.get((stage, micro)) or contextlib.nullcontext():
             kept.backward(gradients)
-        _forget_auxiliary(self._own[stage])  # recomputing has set them again
+        _forget_auxiliary(self._own[stage])  # recomputation has set them again
         if part == "B":
             self._run_deferred(stage, micro)
         return {key: leaf.grad for key, leaf in kept.leaves.items()}
@@ -188,7 +195,7 @@ class StageRunner:
 
 
 class _StagePlan:
-    """What the recording says about one stage."""
+    """The part of the recorded trace that concerns one stage."""
 
     def __init__(self, recording: StageTrace, stage: int) -> None:
         self.stage, self.is_last, self.units = stage, stage == recording.stages - 1, recording.units
@@ -201,7 +208,10 @@ class _StagePlan:
         self.own = {name for name, at in recording.units.items() if at == stage}
 
     def batch(self, whole: Any, loans: PlaceholderPool) -> Any:
-        """The batch with placeholders for what this stage does not need, and copies of what the forward changes."""
+        """Return the batch with fake tensors for parts that this stage does not need, and copies of changed parts.
+
+        Changed parts are those that the forward changes in place.
+        """
         flat = type(whole) is tuple and all(isinstance(leaf, Tensor) for leaf in whole)
         leaves, structure = (whole, None) if flat else tree_flatten(whole)
         if len(leaves) != len(self._inputs):
@@ -222,7 +232,7 @@ class _StagePlan:
 
 
 class _BackwardContext:
-    """What backward of one pass needs."""
+    """The tensors that backward of one pass needs."""
 
     def __init__(self, roots: Mapping[str, Tensor | None], ends: list[Weighted], leaves: Mapping[str, Tensor]) -> None:
         self._roots, self._ends, self.leaves = roots, ends, leaves
@@ -246,7 +256,7 @@ T = TypeVar("T")
 
 
 class _Pass:
-    """Answers the calls of units while the user's forward runs for one stage."""
+    """Handles the calls of units while the user's forward runs for one stage."""
 
     def __init__(
         self,
@@ -262,10 +272,10 @@ class _Pass:
         self._outlook, self._glue, self._loans = outlook, glue, loans
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
-        self.made: dict[str, Tensor] = {}  #: what other stages need
+        self.made: dict[str, Tensor] = {}  #: tensors that other stages need
 
     def run(self, call: Callable[[Any], T], batch: Any) -> T | None:
-        """What ``call`` returns, or None where this stage ends before it does."""
+        """Return the result of ``call``, or None if this stage ends before ``call`` does."""
         try:
             with intercept_module_calls(self._unit_called), allow_real_tensors(), self._glue:
                 result: T | None = call(batch)
@@ -276,7 +286,7 @@ class _Pass:
                 raise
             if not self._is_done():
                 raise _other_way(f"stage {self._plan.stage}") from None
-            result = None  # all that is left is glue of later stages, and it looks at values
+            result = None  # only code of later stages was left, and it reads values of fake tensors
         finally:
             self._loans.settle()
         self._refuse_changes()
@@ -322,7 +332,7 @@ class _Pass:
         return take_apart(output.together(self._loans.all_made(f"seen/{prefix}", output.leaves)))
 
     def _leaving(self, key: str, leaf: Tensor) -> Tensor:
-        """What glue of this pass gets: nothing real where only other stages use it."""
+        """Return the tensor for the user's code in this pass: a fake one if only other stages use it."""
         if key in self._plan.sent:
             self.made[key] = leaf.clone() if key in self._plan.copied and key in self._plan.kept else leaf
             self._versions[key] = self.made[key]._version
@@ -341,14 +351,17 @@ class _Pass:
 
 
 class _ShapeForecast:
-    """What foreign units return, as placeholders. Asked of each unit once for each kind of input."""
+    """Outputs of units of other stages as fake tensors, computed once per unit and kind of input."""
 
     def __init__(self, glue: InterStageCache) -> None:
         self._glue = glue
         self._known: dict[Hashable, FlattenedTree] = {}
 
     def on(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
-        """Of the very placeholders of an earlier pass the glue knows at once, without looking at them."""
+        """Return the output of a unit as fake tensors.
+
+        For the same fake tensor objects as in an earlier pass, InterStageCache finds it by their identity.
+        """
         asked = self._glue.question(name, module.training, args, kwargs)
         if asked is None:
             return self._told(name, module, args, kwargs)
@@ -369,12 +382,12 @@ class _ShapeForecast:
         return self._known.setdefault(key, self._ask(module, args, kwargs))
 
     def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
-        with torch._C.DisableTorchFunction():  # a deferral must not count this as a use of weights
+        with torch._C.DisableTorchFunction():  # split_backward.py must not count this as a use of weights
             return _bare(take_apart(fake_forward(module, args, kwargs)))
 
 
 def _bare(output: FlattenedTree) -> FlattenedTree:
-    """The same with placeholders of its own: tensors of a pass would live on in them, by their history."""
+    """Return the output with new fake tensors: the autograd graph of the given ones keeps tensors of a pass alive."""
     again = take_apart(output.together(placeholder(x) if isinstance(x, Tensor) else x for x in output.leaves))
     lent = [fresh_placeholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
     return FlattenedTree(lent, again.pattern, again.together)
@@ -391,7 +404,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def _to_send(root: Tensor) -> Tensor:
-    """Without its history, which would live as long as the message."""
+    """Return the tensor without its autograd graph, which would live as long as the message."""
     return root.detach().requires_grad_(root.requires_grad)
 
 
@@ -402,7 +415,7 @@ def _forget_auxiliary(parts: Sequence[nn.Module]) -> None:
 
 
 def _about_placeholders(error: Exception) -> bool:
-    """Whether torch says that an operation needs the values of a placeholder."""
+    """Return True if the error says that an operation needs the values of a fake tensor."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)

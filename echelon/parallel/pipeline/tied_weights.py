@@ -1,4 +1,4 @@
-"""Parameters that several stages hold (tied weights, and weights that glue uses in several): their gradients add up."""
+"""Sum the gradients of parameters that several stages hold: tied weights, and weights used by code between units."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Places = tuple[int, ...]
 
 
 class TiedWeights:
-    """Each set of places along the stage axis that share parameters has a group of its own."""
+    """Parameters shared by several ranks along the stage axis; each set of such ranks has its own process group."""
 
     def __init__(self, plan: Plan, grid: MeshGroups, held: Mapping[str, nn.Parameter]) -> None:
         self._shared: dict[Places, list[nn.Parameter]] = {}
@@ -27,7 +27,7 @@ class TiedWeights:
         for bucket in plan.buckets:
             if len(bucket.places) > 1:
                 names[bucket.places] += [(bucket.optimizer, name) for name in bucket.parameters]
-        for places in sorted(names):  # all ranks make all groups, in one order
+        for places in sorted(names):  # all ranks must create all groups, in the same order
             group = grid.among(places)
             if group is not None:
                 self._groups[places] = group
@@ -36,7 +36,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def add_up(self, optimizers: Collection[str]) -> None:
-        """Give every holder the sum. One that no stage used keeps no gradient."""
+        """Sum the gradients over all holders. The gradient of a parameter that no stage used is None."""
         for places, parameters in self._shared.items():
             chosen = [p for p in parameters if self._owner[id(p)] in optimizers]
             for same in _by_dtype(chosen):
@@ -51,7 +51,10 @@ def _by_dtype(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """In one message, with a flag a parameter: used here? Added in rank order, so that holders stay equal."""
+    """Sum the gradients with one all-gather, in rank order, so that they are equal on all holders.
+
+    The message has a flag for each parameter: 1 if it has a gradient on this rank.
+    """
     flags = [torch.tensor([0.0 if p.grad is None else 1.0], dtype=p.dtype, device=p.device) for p in parameters]
     rows = [_flat(p) for p in parameters]
     total = all_gather(torch.cat([*rows, *flags]), group).sum(0)

@@ -1,8 +1,8 @@
-"""Messages between the ranks of one pipeline: who may send when, what is announced, and how bytes leave a device.
+"""Send and receive the messages between the ranks of one pipeline, with their headers and buffers.
 
-Nothing blocks but the wait for what is needed now. On Gloo, messages find each other by tag, and receiving begins a few
-actions ahead. NCCL matches them by order alone, and one that waits holds up those behind it; there all ranks take part
-in their messages in one order (``CommPlan.order``), in which nobody waits in a circle.
+Only the wait for a message that is needed now blocks. On Gloo, messages are matched by tag, and receives are posted a
+few actions ahead. NCCL matches messages by order alone, and a waiting message holds up those behind it; there all ranks
+send and receive in one order (``CommPlan.order``), which cannot deadlock.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from echelon.parallel.pipeline.message_packing import (
 from echelon.plan.schedule import Action
 from echelon.plan.simulate import Edge
 
-Announced = dict[Edge, Form]  #: what travels on an edge
+Announced = dict[Edge, Form]  #: the form of messages on each edge
 
-FRAME = 4096  # bytes of a header; a longer one goes on in a second message
-_LENGTH = 8  # of them for its length
+FRAME = 4096  # bytes of a header; a longer header continues in a second message
+_LENGTH = 8  # bytes at the beginning of a header that hold its length
 
 
 class PipelineLinks:
-    """Point-to-point between the ranks of ONE pipeline: same replica, same place in the split."""
+    """Point-to-point communication between the ranks of ONE pipeline: same replica, same index along the split axis."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class PipelineLinks:
         backend: str,
         dynamic_shapes: bool = False,
     ) -> None:
-        self.ranks = tuple(ranks)  #: the job's ranks, in the order of the pipeline
+        self.ranks = tuple(ranks)  #: global ranks, in the order of the pipeline
         self.place = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
         self.device, self.dynamic_shapes = device, dynamic_shapes
         self.ordered = backend != "gloo"
-        self.announced: dict[Hashable, Announced] = {}  #: for batches of one signature, trained on or not
+        self.announced: dict[Hashable, Announced] = {}  #: known forms, by (signature of the batch, training)
         self._group = group if group is not None or len(self.ranks) == 1 else dist.group.WORLD
         self._places = (
             [dist.get_group_rank(self._group, rank) for rank in self.ranks] if self._group is not None else []
@@ -68,24 +68,24 @@ class PipelineLinks:
         self._known: tuple[Any, Any, CommPlan] | None = None
         self._on_host = backend == "gloo"
         self._staged = self._on_host and device.type != "cpu"
-        self.plain = device.type == "cpu"  #: a tensor may be sent from where it is made, and used where it arrives
+        self.plain = device.type == "cpu"  #: a single tensor may be sent and received without packing
 
     def route(self, schedule: Sequence[Sequence[Action]], transfers: Sequence[StageTransfer]) -> CommPlan:
-        """What of them is this rank's. In every step they are the same objects, and not looked at again."""
+        """Return this rank's CommPlan. It is found by identity if all arguments are the tuples of the last step."""
         if self._known is None or self._known[0] is not schedule or self._known[1] is not transfers:
             found = route(tuple(map(tuple, schedule)), tuple(transfers), self.place)
-            if not (isinstance(schedule, tuple) and isinstance(transfers, tuple)):  # they may change
+            if not (isinstance(schedule, tuple) and isinstance(transfers, tuple)):  # mutable: identity is not enough
                 return found
             self._known = schedule, transfers, found
         return self._known[2]
 
     def name(self, place: int) -> str:
-        """The job's rank there, in words."""
+        """Return the global rank at a place of the pipeline, as text."""
         return self._names[place]
 
     def buffer(self, size: int) -> Tensor:
-        """Where to pack what is sent, and where it arrives."""
-        if self._staged:  # torch keeps pinned memory that was freed, and does not reuse it before copies are done
+        """Return a buffer of bytes to pack a message into, or to receive one."""
+        if self._staged:  # torch caches freed pinned memory, and does not reuse it before its copies are done
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.empty(size, dtype=torch.uint8, device="cpu" if self._on_host else self.device)
 
@@ -93,7 +93,7 @@ class PipelineLinks:
         if self._staged:
             torch.cuda.current_stream(self.device).synchronize()
         assert self._group is not None
-        # isend() and irecv() come to the same, after 8 microseconds of looking up groups and ranks.
+        # isend() and irecv() do the same, but take 8 microseconds to look up groups and ranks.
         return self._group.send([buffer], self._places[place], 0 if self.ordered else tag)
 
     def receive(self, buffer: Tensor, place: int, tag: int) -> PendingReceive:
@@ -105,7 +105,7 @@ class PipelineLinks:
 
 
 class PendingReceive(NamedTuple):
-    """Bytes that are on their way."""
+    """A receive that has been posted, and its buffer."""
 
     work: PendingCollective
     buffer: Tensor
@@ -118,22 +118,22 @@ class PendingReceive(NamedTuple):
 class _PendingSend(NamedTuple):
     message: StageMessage
     work: PendingCollective
-    buffer: Tensor  # must live until the work is done
+    buffer: Tensor  # must stay alive until the work is done
 
 
 class PipelineExchange:
-    """The messages of one run of a schedule."""
+    """Sends and receives the messages of one run of a schedule."""
 
     def __init__(self, links: PipelineLinks, route: CommPlan, signature: Callable[[int], Hashable]) -> None:
         self._links, self._route, self._signature = links, route, signature
         self._announced: dict[int, Announced] = {}  # by micro-batch
-        self._forms: dict[tuple[Edge, int], Form] = {}  # of what was sent, or is known to come, by edge and micro-batch
+        self._forms: dict[tuple[Edge, int], Form] = {}  # of messages sent or expected, by edge and micro-batch
         self._to_send = deque(route.outgoing)
         self._to_receive = defaultdict[Hashable, deque[StageMessage]](deque)
         for message in route.incoming:
             self._to_receive[self._lane(message)].append(message)
         self._headers: dict[StageMessage, PendingReceive] = {}
-        self._arriving: dict[StageMessage, PendingReceive | None] = {}  # None: there is nothing to send
+        self._arriving: dict[StageMessage, PendingReceive | None] = {}  # None: the message is empty and is not sent
         self._sent = defaultdict[int, list[_PendingSend]](list)
 
     # ---- sending ----
@@ -145,7 +145,7 @@ class PipelineExchange:
             self._dispatch(message, self._packed(tensors, form, size), header=False)
 
     def _packed(self, tensors: Sequence[Tensor | None], form: Form, size: int) -> Tensor:
-        """A copy: what a stage makes may lie in memory that it writes to again."""
+        """Return the tensors as one buffer. It is a copy, because a stage may write to its outputs again."""
         if self._links.plain and alone(form) and tensors[0] is not None:
             return tensors[0].detach().clone(memory_format=torch.contiguous_format)
         buffer = self._links.buffer(size)
@@ -163,7 +163,7 @@ class PipelineExchange:
             self._dispatch(message, buffer, header=False)
 
     def finish(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         for sent in [sent for all_sent in self._sent.values() for sent in all_sent]:
             receiver = self._links.name(self._route.receiver(sent.message))
             with waiting("delivery of what was sent", sent.message, receiver):
@@ -179,7 +179,10 @@ class PipelineExchange:
                 self._begin_next(queue)
 
     def _announce(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> Form:
-        """Tell the other end what comes, unless it knows."""
+        """Return the form of a message, and send it as a header unless the receiver knows it.
+
+        Raises UsageError if the form differs from the known one.
+        """
         form = form_of(tensors, training=self._route.trains)
         known = self._known_form(message)
         if known is None:
@@ -206,7 +209,7 @@ class PipelineExchange:
         self._sent[receiver].append(_PendingSend(message, work, buffer))
 
     def _settle(self, arrived: StageMessage) -> None:
-        """Let go of what the sender of ``arrived`` must have received before it sent that."""
+        """Release sends that the sender of ``arrived`` must have received before it sent that message."""
         peer, done = self._route.sender(arrived), self._route.sent_at[arrived]
         still = []
         for sent in self._sent[peer]:
@@ -219,7 +222,7 @@ class PipelineExchange:
     # ---- receiving ----
 
     def receive(self, message: StageMessage) -> list[Tensor | None]:
-        """Wait for what another stage made: leaves of a graph to be, on the device."""
+        """Wait for the tensors of another stage, and return them on the device as leaves of a new autograd graph."""
         buffer = self._wait(message)
         form = self._forms[message.edge, message.micro]
         if buffer is not None and self._links.plain and (field := alone(form)) is not None:
@@ -235,11 +238,11 @@ class PipelineExchange:
         return unpack_gradients(self._links.to_device(buffer), form, present)
 
     def wants_gradients(self, message: StageMessage) -> list[bool]:
-        """Whether each tensor on this edge wants a gradient."""
+        """Return, for each tensor on this edge, True if it wants a gradient."""
         return [field is not None for field in gradients_form(self._forms[message.edge, message.micro])]
 
     def expect(self, messages: Iterable[StageMessage]) -> None:
-        """Begin to receive these, as far as can be told what they are, so that they travel while this rank computes."""
+        """Post the receives of these messages, if their forms are known, so that they overlap with computation."""
         for message in messages:
             if message not in self._arriving:
                 queue = self._to_receive[self._lane(message)]
@@ -259,7 +262,10 @@ class PipelineExchange:
         return buffer
 
     def _may_begin(self, message: StageMessage) -> bool:
-        """Without waiting for a header, and without overtaking what this rank has to send first."""
+        """Return True if the receive can be posted without waiting for a header.
+
+        In ordered mode it must also not overtake a message that this rank has to send first.
+        """
         if self._links.ordered and self._to_send and self._route.order[self._to_send[0]] < self._route.order[message]:
             return False
         if self._form(message) is None and not message.backward:
@@ -299,7 +305,7 @@ class PipelineExchange:
         self._all_announced(message)[message.edge] = form
         return form
 
-    # ---- what is known ----
+    # ---- known forms ----
 
     def _form(self, message: StageMessage) -> Form | None:
         found = self._forms.get((message.edge, message.micro))
@@ -316,7 +322,7 @@ class PipelineExchange:
         return found
 
     def _lane(self, message: StageMessage) -> Hashable:
-        """Messages that have to begin one after the other: a header tells the form of those behind it."""
+        """Return the key of messages whose receives must be posted in order: a header gives the form of later ones."""
         return None if self._links.ordered else (message.edge, message.backward)
 
 

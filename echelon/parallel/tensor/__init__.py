@@ -1,7 +1,7 @@
-"""Op split: modules whose weights are cut over the ranks of one axis, and the tensors that go between them."""
+"""Tensor parallelism: modules whose weights are split over the ranks of one axis, and the activations between them."""
 
-# imported because they register what can be computed on parts
-from echelon.parallel.tensor import argmax, cross_entropy, reshape_rules  # noqa: F401
+# imported because they register rules for functions of sharded activations
+from echelon.parallel.tensor import argmax, cross_entropy, reshape_rules
 from echelon.parallel.tensor.sharded_activation import ShardedActivation, whole
 from echelon.parallel.tensor.split_axis import SplitAxis
 from echelon.parallel.tensor.split_model import AppliedSplit, apply_split, why_not
@@ -11,9 +11,9 @@ __all__ = [
     "ShardedActivation",
     "SplitAxis",
     "apply_split",
-    "choose",
-    "loss",
-    "shapes",
+    "argmax",
+    "cross_entropy",
+    "reshape_rules",
     "whole",
     "why_not",
 ]

@@ -1,4 +1,4 @@
-"""The largest of logits that are split over classes: each rank's own candidates are compared, the logits stay put."""
+"""argmax, max and topk of logits split over classes: each rank sends its own candidates instead of its logits."""
 
 from __future__ import annotations
 
@@ -56,16 +56,17 @@ def _wants_gradient(x: ShardedActivation) -> bool:
 
 @torch.no_grad()
 def _largest(x: ShardedActivation, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest along the cut, largest first; in spread mode of this rank's rows.
+    """Return the k largest values along the split dimension and their indices, largest first.
 
-    As torch has it: of several largest the first is chosen, but which of equal ones are among k is open.
+    In spread mode these are for this rank's rows. As in torch, the first of several equal maxima is chosen; for k > 1
+    it is not specified which of several equal values are included.
     """
     values, indices = _candidates(x, k)
     if x.axis.group is not None:
-        # Doubles hold every float and every index: one message.
+        # Doubles represent every float and every index exactly, so one message is enough.
         both = all_gather(torch.stack([values.double(), indices.double()]), x.axis.group)
         values, indices = both[:, 0].movedim(0, -2).flatten(-2), both[:, 1].movedim(0, -2).flatten(-2)
-    # Ranks hold classes in ascending order, and a stable sort leaves equal ones in theirs.
+    # Ranks hold classes in ascending order, and a stable sort keeps the order of equal values.
     order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     values, indices = values.gather(-1, order).to(x.dtype), indices.gather(-1, order).long()
     values, indices = values.movedim(-1, x.along), indices.movedim(-1, x.along)
@@ -75,7 +76,10 @@ def _largest(x: ShardedActivation, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(x: ShardedActivation, k: int) -> tuple[Tensor, Tensor]:
-    """This rank's k largest, last dimension, filled up with the smallest there is where it has fewer columns."""
+    """Return this rank's k largest values and their indices in the last dimension.
+
+    If this rank has fewer than k columns, the values are padded with -inf.
+    """
     local = x.local.movedim(x.along, -1)
     missing = max(0, k - local.shape[-1])
     values, indices = _top(local, k - missing)

@@ -1,7 +1,7 @@
-"""Functions with a backward of their own (``torch.autograd.Function``) between split layers.
+"""Gather sharded activations that are passed to a ``torch.autograd.Function`` between split layers.
 
-Torch does not ask arguments of ``apply`` whether they have ``__torch_function__``: a Spread would reach the function's
-forward as a plain object, where its gradient is lost, or ``save_for_backward`` refuses it.
+Torch does not check the arguments of ``apply`` for ``__torch_function__``: a ShardedActivation would reach the
+function's forward as a plain object, and its gradient would be lost, or ``save_for_backward`` would reject it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _plain = Function.__dict__["apply"].__func__
 
 @functools.wraps(_plain)
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if cls.__module__.startswith("echelon."):  # those of ours take a Spread as it is: the loss of split logits
+    if cls.__module__.startswith("echelon."):  # these accept a ShardedActivation, as the loss of split logits does
         return _plain(cls, *args, **kwargs)
     for value in (*args, *kwargs.values()):
         if isinstance(value, ShardedActivation | list | tuple | dict):
@@ -28,6 +28,6 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 
 def gather_for_functions() -> None:
-    """Give whole tensors to every ``torch.autograd.Function`` of this process from now on."""
+    """Patch ``torch.autograd.Function.apply`` in this process, so that it receives whole tensors."""
     if Function.__dict__["apply"].__func__ is _plain:
         Function.apply = classmethod(_apply)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Convolutions by output channels ("column") and by input channels ("row"); they pair up as linear layers do."""
+"""Convolutions split by output channels ("column") or input channels ("row"); they form pairs as linear layers do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.strategy.annotations.marks import Split
 
 
 class ColumnParallelConv2d(nn.Conv2d):
-    """By output channels. With groups, each rank has whole groups and needs only their input channels."""
+    """A convolution split by output channels. With groups, each rank has whole groups and only their input channels."""
 
     axis: SplitAxis
     sizes: Sizes
@@ -40,7 +40,7 @@ class ColumnParallelConv2d(nn.Conv2d):
 
 
 class RowParallelConv2d(nn.Conv2d):
-    """By input channels."""
+    """A convolution split by input channels."""
 
     axis: SplitAxis
     sizes: Sizes
@@ -53,7 +53,7 @@ class RowParallelConv2d(nn.Conv2d):
 
 
 def _convolve(conv: nn.Conv2d, x: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """nn.Conv2d's own, with another number of groups."""
+    """Compute the convolution as nn.Conv2d does, but with another number of groups."""
     padding: Any = conv.padding
     if conv.padding_mode != "zeros":
         x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0

@@ -1,9 +1,9 @@
-"""Softmax cross-entropy over classes that are split over ranks: the logits are never gathered.
+"""Softmax cross-entropy over classes that are split over ranks, without gathering the logits.
 
 A row's loss is ``a * log(sum(exp(z))) - b . z``, where a and b come from target, class weights and smoothing. Each rank
-contributes its largest logit, the sum of exponentials relative to it, and its part of ``b . z``: one message of three
-numbers a row and rank, put together by everyone alike. Backward needs nothing from others, because
-``a * softmax(z) - b`` is local; in spread mode the gradients of the rows come together first.
+contributes its largest logit, the sum of exponentials relative to it, and its part of ``b . z``: one all-gather of
+three numbers per row and rank, which every rank combines in the same way. Backward needs no communication, because
+``a * softmax(z) - b`` is local; in spread mode the gradients of all rows are gathered first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _NAMES = ["input", "target", "weight", "size_average", "ignore_index", "reduce",
 
 @rule(["cross_entropy"])
 def cross_entropy(name: str, func: TorchFunction, args: Args, kwargs: Named) -> Any:
-    """As ``torch.nn.functional.cross_entropy``, for logits split over classes; NotImplemented for what gathers them."""
+    """Compute ``torch.nn.functional.cross_entropy`` of logits split over classes.
+
+    The result is NotImplemented in cases that need the whole logits.
+    """
     given = named(_NAMES, args, kwargs)
     logits, target = given["input"], given["target"]
     unusual = given.get("size_average") is not None or given.get("reduce") is not None
@@ -83,16 +86,16 @@ def _reduced(values: Tensor, target: Tensor, options: _Options) -> Tensor:
 
 
 def _check(target: Tensor, classes: int, ignore_index: int) -> None:
-    """No rank finds a target that does not exist; the loss would only be wrong."""
+    """Raise DataError if a target is not a valid class: no rank would hold it, and the loss would be silently wrong."""
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if target.is_cuda:
-        torch._assert_async(~bad.any())  # as torch: does not wait for the device
+        torch._assert_async(~bad.any())  # does not wait for the device, like torch's own check
     elif bad.any():
         raise DataError(f"cross_entropy: target {int(target[bad][0])} is not one of the {classes} classes")
 
 
 class _RowLosses(Function):
-    """One loss a row, from this rank's columns ``z`` and everyone's sums."""
+    """The loss of each row, from this rank's columns ``z`` and the sums of all ranks."""
 
     @staticmethod
     def forward(
@@ -117,7 +120,7 @@ class _RowLosses(Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, log_sum, a, picked, column, counted = ctx.saved_tensors
-        grad = torch.where(counted, grad, 0.0)  # an ignored row has no gradient, whatever its logits are
+        grad = torch.where(counted, grad, 0.0)  # an ignored row has no gradient, even if its logits are not finite
         dz = torch.exp(z.to(log_sum.dtype) - log_sum[:, None]).mul_((grad * a)[:, None])
         if z.shape[1]:
             dz.scatter_add_(1, column[:, None], -(grad * picked)[:, None])
@@ -129,7 +132,10 @@ class _RowLosses(Function):
 def _coefficients(
     target: Tensor, counted: Tensor, options: _Options, logits: ShardedActivation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``a``, and ``b`` as its two parts: that of the target's class, and that of every class here (smoothing only)."""
+    """Return ``a``, and ``b`` as two parts: of the target's class, and of every class on this rank (or None).
+
+    The second part of ``b`` exists only with label smoothing.
+    """
     classes, smoothing = logits.shape[logits.along], options.smoothing
     weight = target.new_ones(classes, dtype=dtype) if options.weight is None else options.weight.detach().to(dtype)
     picked = (1 - smoothing) * weight[target] * counted
@@ -140,8 +146,8 @@ def _coefficients(
 
 
 def _everyones(z: Tensor, b_z: Tensor, axis: SplitAxis) -> tuple[Tensor, Tensor]:
-    """log(sum(exp(z))) over all ranks' columns, and the sum of ``b_z``: one collective."""
-    low = torch.finfo(z.dtype).min  # not -inf: its difference with itself is not a number
+    """Return log(sum(exp(z))) over all ranks' columns, and the sum of ``b_z``, with one collective."""
+    low = torch.finfo(z.dtype).min  # not -inf, because -inf minus -inf is NaN
     top = z.amax(1).clamp_min(low) if z.shape[1] else b_z.new_full(b_z.shape, low)
     exponentials = torch.exp(z - top[:, None]).sum(1)
     if axis.group is None:

@@ -1,6 +1,7 @@
-"""Embeddings over the vocabulary: each rank looks up the tokens it holds, and the sum has each token once.
+"""Embeddings split over the vocabulary, or by columns.
 
-By columns instead, each rank holds some features of every token, and nothing is summed.
+Over the vocabulary, each rank looks up the tokens that it holds and returns zeros for others, and the results are
+summed over ranks. By columns, each rank holds some features of every token, and nothing is summed.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         here = (tokens >= self.begin) & (tokens < self.end)
-        if self.begin == self.end:  # no tokens here, but a gradient of that size
+        if self.begin == self.end:  # this rank holds no tokens, but its empty weight must still get a gradient
             return self.weight.new_zeros(*tokens.shape, self.embedding_dim) + self.weight.sum()
-        if self.sparse:  # only true hits, or the gradient would name a row that nobody asked for
+        if self.sparse:  # look up only tokens of this rank, or the gradient would have rows that no token uses
             found = self.weight.new_zeros(*tokens.shape, self.embedding_dim)
             return found.index_put((here,), self._rows(tokens[here] - self.begin))
-        # What is no token at all stays out of range, for torch to complain about as ever.
+        # Invalid tokens stay out of range, so that torch raises its usual error.
         elsewhere = ~here & (tokens >= 0) & (tokens < self.num_embeddings)
         found = self._rows((tokens - self.begin).masked_fill(elsewhere, 0))
         return found.masked_fill(~here[..., None], 0)

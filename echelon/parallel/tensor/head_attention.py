@@ -1,4 +1,4 @@
-"""Multi-head attention by heads: each rank attends with its own, and their outputs are summed once at the end."""
+"""Multi-head attention split by heads: each rank computes its own heads, and one all-reduce sums their outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from echelon.strategy.annotations.marks import Split
 
 
 class HeadParallelAttention(nn.MultiheadAttention):
-    """torch's own forward cannot be used: it derives the width of a head from that of the input."""
+    """Multi-head attention with this rank's heads.
+
+    torch's own forward cannot be used, because it derives the width of a head from the width of the input.
+    """
 
     axis: SplitAxis
     heads: Sizes
@@ -52,7 +55,7 @@ class HeadParallelAttention(nn.MultiheadAttention):
         return out, self._shown(weights, rows, average_attn_weights, single) if weights is not None else None
 
     def _projected(self, query: Any, key: Any, value: Any, single: bool) -> tuple[list[Tensor], Sizes | None]:
-        """Query, key and value of this rank's heads, each batch x heads x length x width."""
+        """Return query, key and value of this rank's heads, each batch x heads x length x width, and the rows."""
         entered: list[tuple[Tensor, Sizes | None]] = []
         for i, x in enumerate((query, key, value)):
             known = next((entered[j] for j, other in enumerate((query, key, value)[:i]) if other is x), None)
@@ -80,7 +83,7 @@ class HeadParallelAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         drop = self.dropout if self.training else 0.0
         with rank_local_rng(self.axis, q.device, wanted=drop > 0):
-            if not need_weights and q.shape[1]:  # torch's kernels do not all take a rank without heads
+            if not need_weights and q.shape[1]:  # not all attention kernels of torch accept zero heads
                 return F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal=causal), None
             scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
             weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), drop)
@@ -95,7 +98,7 @@ class HeadParallelAttention(nn.MultiheadAttention):
         return self.leave(F.linear(context, self.out_proj.weight), rows, self.out_proj.bias)
 
     def _shown(self, weights: Tensor, rows: Sizes | None, averaged: bool, single: bool) -> Any:
-        """The weights of all heads, or their mean."""
+        """Return the attention weights of all heads, or their mean."""
         if averaged:
             shown: Any = reduce_from_split(weights.sum(1) / self.num_heads, rows, self.axis)
         else:
@@ -103,7 +106,7 @@ class HeadParallelAttention(nn.MultiheadAttention):
         return whole(shown)[0] if single else shown
 
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, rows: Sizes | None) -> Tensor | None:
-        """Both masks as one, to be added to the scores of this rank's heads."""
+        """Combine both masks into one that is added to the scores of this rank's heads; None without masks."""
         parts = []
         if padding is not None:
             padding = padding if rows is None else gather(padding, 0, rows, self.axis)

@@ -1,6 +1,7 @@
-"""Linear layers by columns (outputs) and by rows (inputs).
+"""Linear layers split by columns (outputs) or rows (inputs).
 
-A column layer's output is a Spread that a row layer takes as it is: the pair costs one sum forward and one backward.
+A column layer returns a ShardedActivation, whose local part a row layer uses directly: the pair needs one all-reduce
+forward and one backward.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from echelon.strategy.annotations.marks import Split
 
 
 class PartialSumOutput:
-    """How a layer whose ranks hold addends hands on their sum: whole, or each rank its part of the sequence."""
+    """Sums the partial outputs of a layer over ranks: to the whole output, or to each rank's part of the sequence."""
 
     def __init__(self, mark: Split, axis: SplitAxis) -> None:
         self._axis, self._sequence, self._weights = axis, mark.sequence, mark.weights
 
     def __call__(self, local: Tensor, rows: Sizes | None, bias: Tensor | None) -> Any:
-        """``bias`` is added once, after the sum."""
+        """Return the summed output; ``bias`` is added once, after the sum."""
         if not self._sequence:
             return _plus(reduce_from_split(local, rows, self._axis), bias)
         if local.dim() < 3:
@@ -71,7 +72,7 @@ class RowParallelLinear(nn.Linear):
 
 
 def known_rows(local: Tensor, axis: SplitAxis) -> Sizes | None:
-    """In spread mode, whose rows a plain local tensor has: those that entered last."""
+    """Return the rows of each rank in a plain local tensor: in spread mode those that entered last, else None."""
     rows = axis.memory.rows
     if not axis.spread:
         return None

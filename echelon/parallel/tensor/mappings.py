@@ -1,15 +1,15 @@
-"""Bridges between whole tensors and their split parts: each a movement forward, and its counterpart backward.
+"""Differentiable mappings between whole and split tensors: a collective forward, and its counterpart backward.
 
-                    shared batch                        spread (each rank its own batch)
-enter               as it is      / sum                 gather rows        / reduce-scatter rows
-enter a Spread      gather        / reduce-scatter      the same, along the split dimension
-leave by sum        sum           / as it is            reduce-scatter rows / gather rows
-leave to sequence   reduce-scatter / gather             -
-gather              gather        / own part            all-to-all         / all-to-all
-slice               own part      / gather              all-to-all         / all-to-all
+                         shared batch: forward / backward    spread mode: each rank has its own batch
+copy_to_split            identity       / all-reduce         all-gather rows     / reduce-scatter rows
+enter_split              all-gather     / reduce-scatter     the same, along the split dimension
+reduce_from_split        all-reduce     / identity           reduce-scatter rows / all-gather rows
+reduce_scatter_to_split  reduce-scatter / all-gather         -
+gather_from_split        all-gather     / own part           all-to-all          / all-to-all
+scatter_to_split         own part       / all-gather         all-to-all          / all-to-all
 
-In shared mode whole tensors are equal on all ranks, and so are their gradients; that is why the gradient of a gathered
-tensor is cut and not summed.
+With a shared batch, whole tensors are equal on all ranks, and so are their gradients; that is why the gradient of a
+gathered tensor is sliced and not summed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ Movement = Callable[[Tensor], Tensor]
 
 
 class _Move(Function):
-    """A linear movement of data. Saves no tensors, so a recomputed forward that finds it already made is no different;
-    its backward is such a movement again, so second derivatives work."""
+    """A linear mapping by a collective, whose backward is another such mapping, so second derivatives work.
+
+    It saves no tensors, so a recomputed forward may take its result from a cache.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Movement, back: Movement) -> Tensor:
@@ -57,11 +59,14 @@ def move(x: Tensor, there: Movement, back: Movement) -> Tensor:
 
 
 def _same(x: Tensor) -> Tensor:
-    return x.detach()  # not a view: what is remembered of x must not keep x alive
+    return x.detach()  # without a reference to x: SplitInputCache keeps the result, which must not keep x alive
 
 
 def copy_to_split(x: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
-    """A plain tensor on its way into a layer that needs all of it, and in spread mode the rows of every rank."""
+    """Return a plain tensor as the input of a layer that needs all of it, in spread mode with the rows of every rank.
+
+    The second result is the number of rows of each rank in spread mode, else None.
+    """
     x = lower(x)
     if not axis.spread:
         return used_in_parts(x, axis), None
@@ -71,42 +76,47 @@ def copy_to_split(x: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
 
 
 def move_rows(x: Tensor, rows: Sizes, axis: SplitAxis) -> Tensor:
-    """The rows of every rank; backward, the sum of every rank's gradients for the rows of this one."""
+    """All-gather the rows of every rank; backward reduce-scatters their gradients."""
     return move(x, *_there_and_back(gather, split_reduce_scatter, 0, rows, axis))
 
 
 def used_in_parts(x: Tensor, axis: SplitAxis) -> Tensor:
-    """A plain tensor that is equal on all ranks, of which each uses all for its part: gradients are added up."""
+    """Return ``x``, which is equal on all ranks, for use with each rank's shard; backward all-reduces its gradients."""
     return move(x, _same, partial(split_all_reduce, axis=axis))
 
 
 def enter_split(local: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
-    """The parts of all ranks, on their way into a layer that needs the whole of them: a gather and an entrance in one,
-    whose backward is a reduce-scatter where apart they would cost a sum."""
+    """All-gather the parts of all ranks as the input of a layer that needs the whole tensor.
+
+    Backward is one reduce-scatter; ``gather_from_split`` and ``copy_to_split`` in turn would need an all-reduce.
+    """
     return move(lower(local), *_there_and_back(gather, split_reduce_scatter, dim, sizes, axis))
 
 
 def reduce_from_split(local: Tensor, rows: Sizes | None, axis: SplitAxis) -> Tensor:
-    """Every rank holds an addend of the result; the result, in spread mode of this rank's rows only."""
+    """Sum the partial results of all ranks; in spread mode, return only this rank's rows."""
     if rows is None:
         return move(local, partial(split_all_reduce, axis=axis), _same)
     return move(local, *_there_and_back(split_reduce_scatter, gather, 0, rows, axis))
 
 
 def reduce_scatter_to_split(local: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
-    """Every rank holds an addend; this rank's part of the result along ``dim``."""
+    """Sum the partial results of all ranks, and return this rank's part along ``dim``."""
     return move(local, *_there_and_back(split_reduce_scatter, gather, dim, sizes, axis))
 
 
 def gather_from_split(local: Tensor, dim: int, sizes: Sizes, rows: Sizes | None, axis: SplitAxis) -> Tensor:
-    """The whole, in spread mode of this rank's rows."""
+    """Return the whole tensor; in spread mode, only this rank's rows of it."""
     if rows is None:
         return move(local, *_there_and_back(gather, _own_copy, dim, sizes, axis))
     return move(local, *_rows_for_parts(dim, sizes, rows, axis))
 
 
 def scatter_to_split(x: Tensor, dim: int, sizes: Sizes, rows: Sizes | None, axis: SplitAxis) -> Tensor:
-    """Return this rank's part of a whole, in spread mode for all ranks' rows. Backward is ``gather_from_split``."""
+    """Return this rank's part of a whole tensor, in spread mode for all ranks' rows.
+
+    Backward is the forward of ``gather_from_split``.
+    """
     if rows is None:
         return move(x, *_there_and_back(_own_copy, gather, dim, sizes, axis))
     back, there = _rows_for_parts(dim, sizes, rows, axis)
@@ -114,17 +124,17 @@ def scatter_to_split(x: Tensor, dim: int, sizes: Sizes, rows: Sizes | None, axis
 
 
 def own_rows(values: Tensor, rows: Sizes, axis: SplitAxis) -> Tensor:
-    """Of values that every rank computed for all rows, those of its own rows; all gradients come together again."""
+    """Return this rank's rows of values that every rank computed for all rows; backward all-gathers the gradients."""
     return move(values, *_there_and_back(_own_copy, gather, 0, rows, axis))
 
 
 def _own_copy(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
-    """A copy, because what is done in place to the part must not reach the whole."""
+    """Return a copy of this rank's part, because in-place changes of the part must not reach the whole tensor."""
     return own(x, dim, sizes, axis).clone(memory_format=torch.contiguous_format)
 
 
 def lower(x: Tensor) -> Tensor:
-    """What autocast would do inside the layer, done before the tensor travels: half the bytes."""
+    """Cast ``x`` to the autocast dtype before it is sent, as autocast would inside the layer: half the bytes."""
     return x.to(lowered(x))
 
 

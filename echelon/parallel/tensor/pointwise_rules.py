@@ -1,4 +1,4 @@
-"""What may be computed on the parts of a Spread: pointwise functions, and those along other dimensions than the cut."""
+"""Rules for functions that run on the parts of a ShardedActivation: pointwise, or along other dimensions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Named = dict[str, Any]
 
 
 def named(names: list[str], args: Args, kwargs: Named) -> Named:
-    """A call's arguments by name."""
+    """Return the arguments of a call by name."""
     return dict(zip(names, args, strict=False)) | kwargs
 
 
@@ -48,7 +48,7 @@ PRODUCTS = ["matmul", "__matmul__", "bmm"]
 
 
 def rule(names: list[str]) -> Callable[[Rule], Rule]:
-    """Register what is done for the functions of these names."""
+    """Register the decorated function as the rule for torch functions of these names."""
 
     def register(made: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, made))
@@ -75,18 +75,18 @@ def _is_spread(leaf: Any) -> bool:
 
 
 def _lead(leaves: list[Any]) -> ShardedActivation | None:
-    """The Spread that has the shape of the result; there may be none, when all are stretched."""
+    """Return the ShardedActivation that has the shape of the result; None if all of them are broadcast."""
     spreads = [leaf for leaf in leaves if isinstance(leaf, ShardedActivation)]
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, ShardedActivation | Tensor)]
     try:
         result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return None  # on the whole, torch says what is wrong with the shapes
+        return None  # torch raises its own error on the whole tensors
     return next((spread for spread in spreads if spread.shape == result), None)
 
 
 def _part_for(leaf: Any, lead: ShardedActivation) -> Any:
-    """The part of ``leaf`` that meets the part of ``lead``."""
+    """Return the part of ``leaf`` that is combined with this rank's part of ``lead``; NotImplemented if none is."""
     if isinstance(leaf, ShardedActivation):
         if leaf.cut_like(lead):
             return leaf.local
@@ -103,8 +103,11 @@ def _part_for(leaf: Any, lead: ShardedActivation) -> Any:
 
 
 def _parameter_part(leaf: Tensor, lead: ShardedActivation, at: int | None) -> Any:
-    """In spread mode ``lead`` has the rows of all ranks, so only what is surely equal on all of them may meet it: a
-    parameter. Its gradient is then a part of the whole one, as those of all parameters outside split layers."""
+    """Return the part of a parameter in spread mode; NotImplemented for other tensors.
+
+    ``lead`` has the rows of all ranks, so it may be combined only with tensors that are equal on all ranks: parameters.
+    The gradient on each rank is then a partial one, as for all parameters outside split layers.
+    """
     if not isinstance(leaf, nn.Parameter) or (leaf.dim() == lead.dim() and leaf.shape[0] != 1):
         return NotImplemented
     return leaf if at is None else leaf.narrow(at, sum(lead.sizes[: lead.axis.rank]), lead.sizes[lead.axis.rank])
@@ -124,7 +127,7 @@ def _version(x: Tensor) -> int:
 
 @rule(RANDOM)
 def random(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Each rank has another part of the mask."""
+    """Apply dropout with a rank's own random numbers, because each rank has a different part of the mask."""
     x, *rest = args
     if not _is_spread(x):
         return NotImplemented
@@ -143,7 +146,10 @@ def cast(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 
 def _free(x: ShardedActivation, dims: list[int]) -> bool:
-    """Whether each rank has all of ``x`` along ``dims`` (in spread mode nobody has all rows of one batch only)."""
+    """Return True if each rank has all of ``x`` along ``dims``.
+
+    In spread mode the result is False for dimension 0, because it holds the rows of several batches.
+    """
     dims = [dim % x.dim() for dim in dims]
     return x.along not in dims and (x.rows is None or 0 not in dims)
 
@@ -162,7 +168,7 @@ def norm(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if not isinstance(x, ShardedActivation) or not _free(x, list(range(x.dim() - len(shape), x.dim()))):
         return NotImplemented
-    # Each rank sees a part of the positions, so the gradients of the weights are sums over ranks.
+    # Each rank has a part of the positions, so the gradients of the weights are summed over ranks.
     args, kwargs = pytree.tree_map_only(Tensor, lambda p: p if x.rows else used_in_parts(p, x.axis), (args[1:], kwargs))
     return x.like(func(x.local, *args, **kwargs))
 
@@ -180,7 +186,7 @@ def reduction(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(POOLS)
 def pool(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Channel by channel."""
+    """Pool the channels of this rank."""
     x = args[0]
     if not isinstance(x, ShardedActivation) or x.dim() != 4 or x.along != 1 or kwargs.get("return_indices"):
         return NotImplemented
@@ -189,7 +195,7 @@ def pool(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(PRODUCTS)
 def product(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Products of matrices of which each rank has some: heads of attention."""
+    """Multiply batches of matrices split along a batch dimension, such as the heads of attention."""
     a, b = (*args, None)[:2]
     if (
         not isinstance(a, ShardedActivation)
@@ -203,7 +209,7 @@ def product(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(["scaled_dot_product_attention"])
 def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Heads are attended to where they are."""
+    """Compute attention for the heads of this rank."""
     given = named(["query", "key", "value", "attn_mask", "dropout_p", "is_causal"], args, kwargs)
     q, k, v = (given.pop(each) for each in ("query", "key", "value"))
     if not all(
@@ -223,7 +229,10 @@ def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(["packed_attention"])
 def packed(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Heads of packed sequences, too. Rows of other ranks are other sequences, so these are brought home first."""
+    """Compute attention of packed sequences for the heads of this rank.
+
+    In spread mode the rows of other ranks are other sequences, so tensors are gathered instead.
+    """
     q, k, v, bounds = args
     if not all(isinstance(x, ShardedActivation) and x.dim() == 3 and x.along == 1 and x.cut_like(q) for x in (q, k, v)):
         return NotImplemented
@@ -234,7 +243,7 @@ def packed(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 
 def _same_heads(x: ShardedActivation, q: ShardedActivation) -> bool:
-    """Whether each rank has the heads of ``x`` that its queries are for; several queries' may share one."""
+    """Return True if each rank has the heads of ``x`` that its queries need; several queries may share a head."""
     return all(size * q.shape[1] == other * x.shape[1] for size, other in zip(x.sizes, q.sizes, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Changes of shape that leave the cut of a Spread recognizable."""
+"""Rules for changes of shape after which a ShardedActivation is still split along one dimension."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def unflatten(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 
 def _reshaped(x: ShardedActivation, wanted: list[int]) -> Any:
-    """As a Spread when the cut falls between whole entries of one of the new dimensions."""
+    """Return the reshaped ShardedActivation, or NotImplemented if no new dimension can be split in the same way."""
     if -1 in wanted:
         rest = -math.prod(wanted)
         wanted = [(x.numel() // rest if rest else 0) if size == -1 else size for size in wanted]
     if math.prod(wanted) != x.numel():
-        return NotImplemented  # torch says it best
+        return NotImplemented  # torch raises its own error on the whole tensor
     found = _new_cut(x, wanted)
     if found is None:
         return NotImplemented
@@ -70,8 +70,11 @@ def _reshaped(x: ShardedActivation, wanted: list[int]) -> Any:
 
 
 def _new_cut(x: ShardedActivation, wanted: list[int]) -> tuple[int, Sizes] | None:
-    """The cut dimension may be kept, be merged with those after it, or be divided: then it is the first of the pieces,
-    where every rank's part is a number of whole pieces (heads, say)."""
+    """Return the split dimension of the new shape and every rank's size along it; None if there is none.
+
+    The split dimension may be kept, merged with the dimensions after it, or divided. If it is divided, the first of the
+    new dimensions is split, and every rank's part must be a whole number of its entries (such as heads).
+    """
     width, before = x.shape[x.along], math.prod(x.shape[: x.along])
     least = 0 if x.rows is None else 1
     fitting = [dim for dim in range(least, len(wanted)) if math.prod(wanted[:dim]) == before]
@@ -123,7 +126,7 @@ def unsqueeze(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(["__getitem__"])
 def index(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Ints and slices of other dimensions: the positions before the last, say, of logits."""
+    """Index dimensions other than the split one with ints and slices: for example all positions but the last."""
     x, key = args
     keys = list(key) if isinstance(key, tuple) else [key]
     if not isinstance(x, ShardedActivation) or not all(
@@ -144,7 +147,7 @@ def index(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(["chunk", "split", "unbind"])
 def parts_along(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Pieces along another dimension than the cut: query, key and value of each head, say."""
+    """Divide along a dimension other than the split one: for example into query, key and value of each head."""
     given = named(["dim"] if name == "unbind" else ["pieces", "dim"], args[1:], kwargs)
     x, dim = args[0], given.get("dim", 0)
     if not isinstance(x, ShardedActivation) or not isinstance(dim, int):

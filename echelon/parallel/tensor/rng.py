@@ -1,12 +1,13 @@
 """Random numbers inside split layers.
 
-Ranks that share a batch must draw the same numbers outside split layers, or their activations would part; inside, each
-holds another piece of one tensor, and with the same numbers its dropout mask would repeat from rank to rank. So a draw
-inside forks the stream: one number is taken from the common stream (which thereby moves on alike everywhere, however
-much each rank needs), and seeds, with the rank added, a stream of the rank's own for the duration.
+Ranks that share a batch must draw the same numbers outside split layers, or their activations would differ. Inside,
+each rank holds another part of one tensor, and with the same numbers the dropout mask would repeat from rank to rank.
+So a draw inside forks the generator: one number is drawn from the common generator, which therefore advances equally on
+all ranks, and this number plus the rank seeds the rank's own generator for the duration of the draw.
 
-The number comes from the CPU's generator also for a GPU: reading it does not wait for the device, and recomputed
-forward passes find that generator as it was. On one rank nothing is forked: the numbers are those of the whole module.
+The number comes from the CPU generator even for a GPU: reading it does not wait for the device, and recomputed forward
+passes find that generator in its earlier state. With one rank nothing is forked: the numbers are those of the unsplit
+module.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from echelon.parallel.tensor.split_axis import SplitAxis
 
 @contextlib.contextmanager
 def rank_local_rng(axis: SplitAxis, device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Within, random numbers on ``device`` are this rank's own; ``wanted`` must be equal on all ranks."""
+    """Draw random numbers on ``device`` from this rank's own generator inside the context.
+
+    wanted:  False leaves the generator unchanged; it must be equal on all ranks
+    """
     if axis.size == 1 or not wanted:
         yield
         return

@@ -1,4 +1,4 @@
-"""Modules that treat every position alike (layer norms, dropout, activations): each rank has a part of dimension 1."""
+"""Sequence parallelism for position-wise modules (layer norms, dropout, activations): dimension 1 is split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.strategy.annotations.marks import Split
 _LAYER_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _DROPOUTS = (nn.Dropout, nn.AlphaDropout)
 
-#: Modules that look at several positions, or at several samples, at once.
+#: Modules whose output depends on several positions, or on several samples.
 _NOT_POSITIONWISE = (
     nn.modules.batchnorm._NormBase,
     nn.GroupNorm,
@@ -35,7 +35,10 @@ _NOT_POSITIONWISE = (
 
 
 class SequenceParallelMixin(nn.Module):
-    """Mixed into any module of one input; its parameters' gradients are then sums over ranks."""
+    """Mixin that runs a module with one input on this rank's part of the sequence.
+
+    The gradients of the module's parameters are then partial sums over the ranks.
+    """
 
     axis: SplitAxis
     mark: Split

@@ -1,8 +1,8 @@
-"""Spread: a tensor of which each rank holds a part along one dimension, and that looks like the whole.
+"""ShardedActivation: a tensor that is split over ranks along one dimension, and behaves like the whole tensor.
 
-It is what a split layer hands on. What can be computed on the part is (see ``rules``), and gives a Spread again; the
-next split layer may take the part as it is. Only where something needs the whole is it gathered, once. So a bridge is
-crossed when it must be, and nobody has to say where.
+Split layers return it. Functions that have a rule (see ``RULES``) run on the local part and return a ShardedActivation
+again, and the next split layer may use the local part directly. If anything else needs the whole tensor, it is gathered
+once. So tensors are gathered only when needed, without any annotation by the user.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from echelon.parallel.tensor.split_collectives import gather_rows
 
 Rule = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: By the name of a torch function or method: how it is done on parts. A rule returns NotImplemented where it cannot.
+#: Rules by name of a torch function or method, which compute it on parts; a rule returns NotImplemented if it cannot.
 RULES: dict[str, Rule] = {}
 
 
 class ShardedActivation:
-    """``local`` is this rank's part along dimension ``along``; ``sizes`` are the widths of all ranks' parts.
+    """A tensor that is split over ranks along one dimension.
 
-    In spread mode ``local`` has the rows (dimension 0) of all ranks, ``rows`` each; to the user it has this rank's.
+    local:  this rank's part
+    along:  the split dimension
+    sizes:  sizes of all ranks' parts along it
+    axis:   the ranks that hold the parts
+    rows:   number of rows (dimension 0) of each rank in spread mode, else None. In spread mode ``local`` has the rows
+            of all ranks, but ``shape`` and ``whole()`` have only this rank's rows.
     """
 
     def __init__(self, local: Tensor, along: int, sizes: Sizes, axis: SplitAxis, rows: Sizes | None = None) -> None:
@@ -43,28 +48,28 @@ class ShardedActivation:
         self._whole: tuple[bool, Tensor] | None = None
 
     def like(self, local: Tensor, along: int | None = None) -> ShardedActivation:
-        """Another tensor cut in the same way."""
+        """Return another tensor, split in the same way; ``along`` is its split dimension if that has moved."""
         return ShardedActivation(local, self.along if along is None else along, self.sizes, self.axis, self.rows)
 
     def cut_like(self, other: ShardedActivation) -> bool:
         return (self.dim(), self.along, self.sizes, self.rows) == (other.dim(), other.along, other.sizes, other.rows)
 
     def whole(self) -> Tensor:
-        """All of it as a plain tensor, in spread mode of this rank's rows. Gathered once."""
+        """Return the whole as a plain tensor, in spread mode of this rank's rows. It is gathered once and cached."""
         grad = torch.is_grad_enabled()
         if self._whole is None or self._whole[0] != grad:
             self._whole = (grad, gather_from_split(self.local, self.along, self.sizes, self.rows, self.axis))
         return self._whole[1]
 
     def changed(self) -> None:
-        """The part was changed in place."""
+        """Drop the cached whole tensor after an in-place change of the local part."""
         self._whole = None
 
     @property
     def has_whole(self) -> bool:
         return self._whole is not None
 
-    # ---- what looks like a tensor ----
+    # ---- interface of a tensor ----
 
     @property
     def shape(self) -> torch.Size:
@@ -115,15 +120,17 @@ class ShardedActivation:
         return iter(self.whole())
 
     def __repr__(self) -> str:
-        return f"Spread(shape={tuple(self.shape)}, along={self.along}, sizes={self.sizes}, local={self.local!r})"
+        shape = tuple(self.shape)
+        return f"ShardedActivation(shape={shape}, along={self.along}, sizes={self.sizes}, local={self.local!r})"
 
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is not defined here gets here. Copying and pickling ask for names of their own.
+        # Python calls this only for names that are not defined here. Copying and pickling look up dunder names, which
+        # must not be taken from Tensor.
         known = getattr(Tensor, name, None) if not name.startswith("__") or name == "__array__" else None
         if known is None:
-            raise AttributeError(f"Spread has no attribute '{name}'")
+            raise AttributeError(f"ShardedActivation has no attribute '{name}'")
         return _method(known).__get__(self) if callable(known) else getattr(self.whole(), name)
 
     @classmethod
@@ -148,7 +155,8 @@ def _method(function: Callable[..., Any]) -> Any:
     return method
 
 
-#: Python looks these up on the class. In-place forms are left out on purpose: ``h += x`` then means ``h = h + x``.
+#: Operators that Python looks up on the class. In-place operators are left out on purpose, so that ``h += x`` means
+#: ``h = h + x``.
 OPERATORS = [
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
     *("pow", "rpow", "matmul", "rmatmul", "and", "or", "xor", "invert", "neg", "pos", "abs"),
@@ -159,7 +167,7 @@ for _name in OPERATORS:
 
 
 def whole(tree: Any) -> Any:
-    """``tree`` with every Spread in it gathered."""
+    """Return ``tree`` with every ShardedActivation in it gathered."""
     if isinstance(tree, Tensor):
         return tree
     return pytree.tree_map(
@@ -169,7 +177,7 @@ def whole(tree: Any) -> Any:
     )
 
 
-# Tools that look for tensors (recomputation, say) find the part in it.
+# It is a pytree node, so that code that looks for tensors (such as recomputation) finds the local part.
 pytree.register_pytree_node(
     ShardedActivation,
     lambda spread: ([spread.local], (spread.along, spread.sizes, spread.axis, spread.rows)),
@@ -177,13 +185,14 @@ pytree.register_pytree_node(
 )
 
 
-# ---- into a split layer, and out of one ----
+# ---- inputs of split layers ----
 
 
 def take_in(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
-    """All of ``x``, plain or Spread, for a layer that holds a part of the outputs; in spread mode also everyone's rows.
+    """Return all of ``x``, a tensor or ShardedActivation, as the input of a layer split by outputs, and the rows.
 
-    Layers that are fed the same tensor one after the other share one entrance.
+    In spread mode the tensor has the rows of all ranks, and the second result has their numbers; else it is None.
+    Consecutive layers with the same input share one result, see SplitInputCache.
     """
     if isinstance(x, ShardedActivation) and x.has_whole and not axis.spread:
         x = x.whole()
@@ -204,7 +213,7 @@ def _enter(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
 
 
 def take_part(x: Any, along: int, sizes: Sizes, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
-    """This rank's part of ``x`` along a dimension, for a layer that holds a part of the inputs."""
+    """Return this rank's part of ``x`` along a dimension as the input of a layer split by inputs, and the rows."""
     along %= x.dim()
     if isinstance(x, ShardedActivation):
         if (x.along, x.sizes) == (along, sizes):
@@ -215,7 +224,7 @@ def take_part(x: Any, along: int, sizes: Sizes, axis: SplitAxis) -> tuple[Tensor
 
 
 def slice_up(x: Any, along: int, axis: SplitAxis, weights: tuple[float, ...] | None = None) -> ShardedActivation:
-    """``x`` as a Spread along a dimension; as it is when it is one already."""
+    """Return ``x`` as a ShardedActivation along a dimension; unchanged if it already is one."""
     if isinstance(x, ShardedActivation) and x.along == along:
         return x
     x = whole(x)

@@ -1,4 +1,4 @@
-"""SplitAxis: who shares a split, and what its ranks remember while the model runs."""
+"""SplitAxis: the ranks that share split modules, and the cache of their last input."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Sizes = tuple[int, ...]  # along one dimension, one for each rank of the axis
 
 
 class SplitInputCache:
-    """The tensor that entered a split layer last, by identity of what it was made from.
+    """Cache of the last tensor that entered a split layer, by identity of the tensor that it was made from.
 
-    Query, key and value projections are fed the same tensor: entering it once gives them one sum of gradients together.
-    Only the last is kept, and only while its origin lives, so nothing piles up.
+    Query, key and value projections get the same input tensor: with the cache, they share one all-reduce of its
+    gradients. Only the last tensor is kept, and only while its origin is alive, so memory does not grow.
     """
 
     def __init__(self) -> None:
-        self.rows: Sizes | None = None  #: of the batch that was gathered last (spread mode)
-        self.parts_about = False  #: whether a layer with gather=False hands on parts as plain tensors
+        self.rows: Sizes | None = None  #: rows of each rank in the batch gathered last (spread mode)
+        self.parts_about = False  #: True once a layer with gather=False has returned its part as a plain tensor
         self._origin: weakref.ref[Tensor] | None = None
         self._facts: tuple[Any, ...] = ()
         self._made: Any = None
 
     def find(self, origin: Tensor, *facts: Any) -> Any:
-        """What was kept for this very tensor under the same facts; else ``None``."""
+        """Return the result kept for this tensor object with equal facts; else ``None``."""
         same = self._origin is not None and self._origin() is origin
         return self._made if same and self._facts == self._all(origin, facts) else None
 
@@ -50,9 +50,11 @@ class SplitInputCache:
 
 @dataclass(frozen=True)
 class SplitAxis:
-    """The ranks that hold the shards of one part of the model; ``group`` is ``None`` for one rank alone.
+    """The ranks that hold the shards of one part of the model.
 
-    Shared: all of them are given the same batch. ``spread``: each has a batch of its own.
+    group:   process group of the ranks; None for a single rank
+    spread:  True if each rank has a batch of its own (spread mode); False if all ranks share one batch (default)
+    memory:  cache of the last input
     """
 
     group: dist.ProcessGroup | None
@@ -62,7 +64,7 @@ class SplitAxis:
     memory: SplitInputCache = field(default_factory=SplitInputCache, compare=False, repr=False)
 
     def ranges(self, total: int, weights: tuple[float, ...] | None = None) -> list[Range]:
-        """Every rank's part of ``total``."""
+        """Return every rank's range of ``total``."""
         return shares(total, self.size, weights)
 
     def sizes(self, total: int, weights: tuple[float, ...] | None = None) -> Sizes:

@@ -1,4 +1,4 @@
-"""Collectives along a split axis, for shards of any width. Plain tensors in and out; autograd is the bridges' part."""
+"""Collectives along a split axis, for shards of any width, on plain tensors; mappings.py adds autograd."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def own(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
-    """This rank's part of ``x``, a view."""
+    """Return this rank's part of ``x`` as a view."""
     return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank])
 
 
 def split_all_reduce(x: Tensor, axis: SplitAxis) -> Tensor:
-    """The sum of every rank's ``x``."""
+    """Return the sum of every rank's ``x``."""
     if axis.group is None or x.numel() == 0:
         return x.detach()
     summed = x.clone(memory_format=torch.contiguous_format)
@@ -34,13 +34,13 @@ def split_all_reduce(x: Tensor, axis: SplitAxis) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
-    """Every rank's ``x``, one after the other along ``dim``."""
+    """Return every rank's ``x``, concatenated along ``dim``."""
     if axis.group is None:
         return x.detach()
-    if x.dtype is torch.bool:  # Gloo has no booleans
+    if x.dtype is torch.bool:  # Gloo does not support booleans
         return gather(x.view(torch.uint8), dim, sizes, axis).view(torch.bool)
     widest = max(sizes)
-    if widest == 0 or math.prod(_resized(x, dim, widest)) == 0:  # the same on every rank: nobody has anything
+    if widest == 0 or math.prod(_resized(x, dim, widest)) == 0:  # all ranks agree that there is nothing to send
         return x.new_empty(_resized(x, dim, sum(sizes)))
     rows = all_gather(_widened(x, dim, widest), axis.group, "gather over the split", x.shape)
     if dim == 0 and min(sizes) == widest:
@@ -49,7 +49,7 @@ def gather(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
 
 
 def split_reduce_scatter(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> Tensor:
-    """This rank's part along ``dim`` of the sum of every rank's ``x``."""
+    """Return this rank's part along ``dim`` of the sum of every rank's ``x``."""
     if axis.group is None:
         return x.detach()
     if dist.get_backend(axis.group) != "gloo":
@@ -59,14 +59,14 @@ def split_reduce_scatter(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> 
             _reduce_scatter_single(came.view(-1), pieces.view(-1), group=axis.group)
         return came.narrow(dim, 0, sizes[axis.rank])
     sent = [piece.contiguous() for piece in _pieces(x, dim, sizes)]
-    # Added in rank order, and 16-bit values rounded once.
+    # The parts are added in rank order, and 16-bit sums are rounded once.
     return torch.stack(_hand_out(sent, [sent[axis.rank].shape] * axis.size, axis)).sum(0)
 
 
 def split_all_to_all(x: Tensor, cut: int, cut_sizes: Sizes, join: int, join_sizes: Sizes, axis: SplitAxis) -> Tensor:
-    """Deal the parts of ``x`` along ``cut`` out to the ranks; what comes back is joined along ``join``.
+    """Send the parts of ``x`` along ``cut`` to the ranks, and join the received parts along ``join``.
 
-    From "all rows, my columns" to "my rows, all columns", or the other way round.
+    This turns "all rows, my columns" into "my rows, all columns", or the other way round.
     """
     if axis.group is None:
         return x.detach()
@@ -78,7 +78,10 @@ def split_all_to_all(x: Tensor, cut: int, cut_sizes: Sizes, join: int, join_size
 def gather_rows(
     x: Tensor, axis: SplitAxis, what: str = "split beside replicate: the devices' batches are joined"
 ) -> Sizes:
-    """How many rows (dimension 0) each rank's tensor has. The other dimensions must agree; ``what`` for a message."""
+    """Return the number of rows (dimension 0) of each rank's tensor.
+
+    Raises UsageError, whose message begins with ``what``, if other dimensions differ.
+    """
     if axis.group is None:
         return (x.shape[0],)
     mine = torch.tensor([x.dim(), *x.shape, *[0] * (8 - x.dim())], device=x.device)
@@ -91,7 +94,7 @@ def gather_rows(
 
 
 def _hand_out(sent: Sequence[Tensor], shapes: Sequence[torch.Size], axis: SplitAxis) -> list[Tensor]:
-    """Send each rank its tensor; what comes from each has the given shape."""
+    """Send each rank its tensor, and return the tensors received from each rank, which have the given shapes."""
     group, me, device = axis.group, axis.rank, sent[0].device
     assert group is not None
     if dist.get_backend(group) != "gloo":
@@ -107,8 +110,11 @@ def _hand_out(sent: Sequence[Tensor], shapes: Sequence[torch.Size], axis: SplitA
 
 
 def _send_and_receive(sent: Sequence[Tensor], came: Sequence[Tensor], group: dist.ProcessGroup, me: int) -> None:
-    """Receiving is announced first, and each rank begins with its neighbour, as in ``collective``: Gloo's own
-    all-to-all uses a link one way at a time, and it has no reduce-scatter."""
+    """Exchange tensors by point-to-point messages, because Gloo's all-to-all uses a link in one direction at a time.
+
+    Gloo has no reduce-scatter either. Receives are posted first, and each rank begins with its neighbor, as in
+    distributed/collectives.py.
+    """
     ranks = len(sent)
     works = []
     for away in range(1, ranks):

@@ -1,4 +1,4 @@
-"""From marks to a split model: which kinds of modules can be split, and the cutting itself."""
+"""Split the marked modules of a model over the ranks of a split axis."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ from echelon.strategy.annotations.marks import Split
 
 
 class AppliedSplit(NamedTuple):
-    """``layouts`` of the parameters that were cut, by their full names (a tied one under its first), and the names of
-    whole parameters whose gradients are partial over the split axis (``partial``)."""
+    """The result of ``apply_split``.
+
+    layouts:  layouts of the split parameters, by full name (a tied parameter has its first name)
+    partial:  names of whole parameters whose gradients are partial sums over the split axis
+    """
 
     layouts: dict[str, Layout]
     partial: set[str]
 
 
 def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> AppliedSplit:
-    """Cut the marked modules of ``model`` in place. All ranks of the axis hold the same whole weights before.
+    """Split the marked modules of ``model`` in place. All ranks of the axis must hold the same whole weights before.
 
-    Parameters stay the objects they are, with this rank's part as their data.
+    Parameters stay the same objects, with this rank's part as their data.
     """
     pieces = _all_pieces(model, marks, axis)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -62,7 +65,7 @@ def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why ``module`` cannot be split as a whole by ``Split()``; ``None`` when it can."""
+    """Return the reason why ``module`` cannot be split as a whole by ``Split()``; ``None`` if it can."""
     try:
         _pieces(module, Split(), SplitAxis(None, 0, 1))
     except UnsplittableError as refusal:
@@ -70,7 +73,7 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
-# ---- which module is split how ----
+# ---- split of one module ----
 
 
 def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
@@ -103,19 +106,19 @@ _PLANNERS: dict[type[nn.Module], Any] = {
 
 
 def _splittable(module: nn.Module, prefix: str = "") -> list[str]:
-    """The top-most modules inside that can be split."""
+    """Return the names of the outermost modules inside ``module`` that can be split."""
     found = []
     for name, child in module.named_children():
         found += [f"'{prefix}{name}'"] if why_not(child) is None else _splittable(child, f"{prefix}{name}.")
     return found
 
 
-# ---- all of a model's ----
+# ---- split of a whole model ----
 
 
 def _all_pieces(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -> list[SplitSpec]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    pieces: dict[int, SplitSpec] = {}  # by module: a shared one has several names
+    pieces: dict[int, SplitSpec] = {}  # by id of the module, because a shared module has several names
     for name, mark in marks.items():
         if name not in modules:
             raise UsageError(f"split: the model has no module '{name}'")
@@ -130,24 +133,27 @@ def _all_pieces(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -
 
 
 def _with_shortcut(model: nn.Module, split: set[int]) -> list[nn.Module]:
-    """Transformer layers of which only parts are split: their shortcut for inference must not read those weights."""
+    """Return the transformer layers of which only parts are split.
+
+    torch's fast path for inference reads the weights of these layers directly, so it must be disabled.
+    """
     layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
     return [each for each in layers if id(each) not in split and any(id(part) in split for part in each.modules())]
 
 
 def _prepare_bystander(module: nn.Module) -> None:
-    """What is not split itself, but meets what is."""
-    if isinstance(module, BatchNorm):  # it may have an autograd function of its own, which takes tensors only
+    """Adapt a module that is not split itself, but receives sharded activations or contains split layers."""
+    if isinstance(module, BatchNorm):  # it may use its own autograd function, which takes only tensors
         module.register_forward_pre_hook(_gather_inputs)
     if isinstance(module, nn.TransformerEncoder) and any(
         isinstance(layer, SplitTransformerLayer) for layer in module.layers
     ):
-        module.use_nested_tensor = False  # such tensors know nothing of parts
+        module.use_nested_tensor = False  # split layers do not support nested tensors
 
 
 def _layouts(model: nn.Module, pieces: list[SplitSpec], names: Mapping[int, str]) -> dict[str, Layout]:
     layouts: dict[str, Layout] = {}
-    owners: dict[int, set[int]] = {}  # of each cut parameter, the modules that know it is cut
+    owners: dict[int, set[int]] = {}  # for each split parameter, the modules that are split with it
     for piece in pieces:
         for inner, layout in piece.layouts().items():
             name = names[id(piece.module.get_parameter(inner))]
@@ -162,7 +168,7 @@ def _layouts(model: nn.Module, pieces: list[SplitSpec], names: Mapping[int, str]
 
 
 def _refuse_strangers(model: nn.Module, owners: Mapping[int, set[int]], names: Mapping[int, str]) -> None:
-    """A tied weight is cut in all modules that have it, or in none."""
+    """Raise UsageError if a tied weight is split in some of its modules, but not in all."""
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None and id(module) not in owners.get(id(parameter), {id(module)}):

@@ -1,5 +1,7 @@
-"""Piece: what is to become of one module. Pieces are made first and cut afterwards, so that a refusal leaves the model
-as it was."""
+"""SplitSpec: the planned split of one module.
+
+All specs of a model are made before the first one is applied, so that an error leaves the model unchanged.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ from echelon.strategy.annotations.marks import Split
 
 
 class UnsplittableError(UsageError):
-    """Why a module cannot be split; whoever knows its name puts that in front."""
+    """Raised if a module cannot be split; the message is a reason, and the caller puts the module's name before it."""
 
 
 @dataclass(frozen=True)
 class SplitSpec:
-    """``module`` becomes a ``kind`` with ``facts`` on its class; its parameters are cut.
+    """The planned split of one module.
 
-    ``partial`` names whole parameters whose gradients every rank has a part of.
+    module:   the module, whose class is replaced
+    kind:     class that is mixed into the module's class
+    facts:    class attributes of the new class
+    cuts:     this rank's ranges of each split parameter, by name and dimension
+    partial:  names of whole parameters whose gradients are partial sums over the ranks
     """
 
     module: nn.Module
@@ -33,7 +39,7 @@ class SplitSpec:
     partial: tuple[str, ...] = ()
 
     def layouts(self) -> dict[str, Layout]:
-        """By the parameter's name inside the module."""
+        """Return the layouts of the split parameters, by name inside the module."""
         named = dict(self.module.named_parameters())
         return {
             name: Layout(tuple(named[name].shape), dict(parts)) for name, parts in self.cuts.items() if name in named
@@ -41,12 +47,12 @@ class SplitSpec:
 
     def change_class(self) -> None:
         kind = type(self.module)
-        # A class of its own rather than a patched method: names, weights and deep copies stay what they are.
+        # A new class instead of a patched method: names, weights and deep copies keep working.
         self.module.__class__ = type(f"Split{kind.__name__}", (self.kind, kind), dict(self.facts))
 
 
 def ranges_of(total: int, mark: Split, axis: SplitAxis, unit: int = 1) -> list[Range]:
-    """Every rank's part of ``total``, in whole ``unit``s."""
+    """Return every rank's range of ``total``, in multiples of ``unit``."""
     if mark.weights is not None and len(mark.weights) != axis.size:
         raise UnsplittableError(
             f"has split(weights=...) of {len(mark.weights)} numbers, but {axis.size} devices share it"
@@ -59,7 +65,10 @@ def widths(ranges: list[Range]) -> tuple[int, ...]:
 
 
 def require_own_forward(module: nn.Module, kind: type[nn.Module]) -> None:
-    """What a subclass computes itself, we cannot replace without losing it."""
+    """Raise UnsplittableError if the module overrides forward, because the split would replace its computation.
+
+    A parametrized weight is rejected too.
+    """
     if "forward" in module.__dict__ or type(module).forward is not kind.forward:
         raise UnsplittableError(f"has a forward() of its own; only that of torch.nn.{kind.__name__} can be split")
     if "weight" not in module._parameters:

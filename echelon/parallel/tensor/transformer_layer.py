@@ -1,4 +1,4 @@
-"""Modules that are split as a whole: transformer layers, and Sequentials of layers that can be split."""
+"""Split transformer layers, and Sequentials of splittable layers, as a whole."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 class SplitTransformerLayer(nn.Module):
-    """A transformer layer whose parts are split. torch's shortcut for inference reads the weights itself, so it is
-    told that the activation is one it does not know."""
+    """A transformer layer whose parts are split.
+
+    torch's fast path for inference reads the weights directly. It is disabled by reporting an unknown activation.
+    """
 
     axis: SplitAxis
     mark: Split
     activation_relu_or_gelu = property(lambda self: 0)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        # Cut once: every use inside then shares it.
+        # The input is sliced once, so that all uses inside the layer share the slice.
         entering = slice_up(x, 1, self.axis, self.mark.weights) if self.mark.sequence else x
         return super().forward(entering, *args, **kwargs)
 
 
 def layer_pieces(plan: Planner, layer: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
-    """Attention by heads, and the two linear layers as a pair."""
+    """Split attention by heads, and the two linear layers as a column-row pair."""
     if mark.how != "auto":
         raise UnsplittableError(f'is split as a block; leave out how="{mark.how}"')
     require_gather(mark, "a block")
@@ -62,7 +64,7 @@ def _row(layer: nn.Linear, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
 
 
 def stack_pieces(plan: Planner, stack: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
-    """TransformerEncoder, TransformerDecoder, Transformer: every layer of them."""
+    """Split every layer of a TransformerEncoder or TransformerDecoder."""
     if mark.how != "auto":
         raise UnsplittableError(f'is split as a block; leave out how="{mark.how}"')
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -74,7 +76,10 @@ def stack_pieces(plan: Planner, stack: nn.Module, mark: Split, axis: SplitAxis) 
 
 
 def sequential_pieces(plan: Planner, chain: nn.Sequential, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
-    """Columns and rows in turn where only pointwise layers lie between; what has no split of its own stays whole."""
+    """Split linear and convolution layers by columns and rows in turn, if only pointwise layers are between them.
+
+    A layer that has no split of its own stays whole.
+    """
     if mark.how != "auto":
         raise UnsplittableError(f'is split as a block; leave out how="{mark.how}"')
     require_gather(mark, "a Sequential")
@@ -84,7 +89,7 @@ def sequential_pieces(plan: Planner, chain: nn.Sequential, mark: Split, axis: Sp
         if isinstance(layer, nn.Linear | nn.Conv2d):
             by_row = opened is type(layer) and getattr(layer, "groups", 1) == 1
             pieces += plan(layer, _link_mark(layer, mark, "row" if by_row else "column"), axis)
-            opened = None if by_row else type(layer)  # a grouped convolution keeps what was cut before it
+            opened = None if by_row else type(layer)  # a grouped convolution takes and returns split channels
         elif not isinstance(layer, _POINTWISE):
             pieces += _between(plan, layer, mark, axis)
             opened = None
@@ -98,7 +103,7 @@ def _link_mark(layer: nn.Module, mark: Split, how: Any) -> Split:
 
 
 def _links(chain: nn.Sequential) -> list[nn.Module]:
-    """The layers in order, those of Sequentials inside it too."""
+    """Return the layers in order, including those of nested Sequentials."""
     found: list[nn.Module] = []
     for child in chain:
         found += _links(child) if isinstance(child, nn.Sequential) else [child]
@@ -111,6 +116,6 @@ def _between(plan: Planner, layer: nn.Module, mark: Split, axis: SplitAxis) -> l
     try:
         return plan(layer, mark, axis)
     except UnsplittableError:
-        if isinstance(layer, nn.Embedding) or any(True for _ in layer.children()):  # not meant to stay whole
+        if isinstance(layer, nn.Embedding) or any(True for _ in layer.children()):  # must not silently stay whole
             raise
         return []

@@ -1,4 +1,4 @@
-"""Sharding over replicas (ZeRO 1, 2, 3), with offload: each replica holds and steps a part of every parameter."""
+"""Sharding over replicas (ZeRO 1, 2, 3), with offload: each replica holds and updates a shard of every parameter."""
 
 from echelon.parallel.zero.shards import Shards
 

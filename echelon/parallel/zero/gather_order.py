@@ -1,9 +1,10 @@
-"""In which order units are gathered, so that all ranks begin the same gathers whatever modules each of them runs.
+"""Order of the all-gathers of units: all ranks start the same all-gathers whatever modules each of them runs.
 
-A pass (forward of the whole model, or one backward) has an order of units, equal on all ranks. A rank that needs a
-unit begins all gathers up to it; those of units that it turned out not to run are thrown away. At the end of the pass
-the rest is begun too. So a layer that only some ranks use makes nobody wait for ever, and the next gather is known in
-time to begin it ahead. The order is the model's at first, and after one pass what the first rank really needed.
+A pass (forward of the whole model, or one backward) has an order of units that is equal on all ranks. A rank that needs
+a unit starts all all-gathers up to it and discards the results of units that it does not run. At the end of the pass it
+starts the remaining ones. So a layer that only some ranks use cannot cause a deadlock, and the next all-gather is known
+early enough to prefetch it. The first pass uses the order of the model, later passes the order in which the group's
+first rank needed the units.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Kind = Literal["forward", "backward"]
 
 
 class GatherOrder:
-    """Begins gathers. ``between`` is called while a gather that is waited for is under way."""
+    """Starts all-gathers of units; calls ``between`` before it waits for one."""
 
     def __init__(self, units: Sequence[ShardUnit], exchange: ShardCollectives, device: torch.device) -> None:
         self._units, self._exchange, self._device = units, exchange, device
         self._orders: dict[Kind, list[ShardUnit]] = {"forward": list(units), "backward": list(reversed(units))}
         self._learned: set[Kind] = set()
-        self.kind: Kind | None = None  #: of the pass that runs
-        self._at = 0  # gathers of the order that were begun
+        self.kind: Kind | None = None  #: kind of the running pass
+        self._at = 0  # number of all-gathers of the order that were started
         self._ahead: ShardUnit | None = None
         self._needed: list[int] = []
         self._unwanted: list[Arrival] = []
@@ -38,7 +39,7 @@ class GatherOrder:
         self.kind, self._at, self._needed = kind, 0, []
 
     def reach(self, unit: ShardUnit) -> None:
-        """Make the unit whole."""
+        """Unshard the unit: all-gather it, prefetch the next one, and wait."""
         self._needed.append(unit.number)
         if unit.coming is None:
             self._go_to(unit)
@@ -49,7 +50,10 @@ class GatherOrder:
         unit.arrive()
 
     def end(self, complete: bool) -> None:
-        """Begin what was not needed. Where forward was left by an exception nobody is waited for: not ``complete``."""
+        """Start the all-gathers that were not needed in this pass.
+
+        complete: False if an exception ended forward; then this rank does not wait for other ranks
+        """
         assert self.kind is not None
         kind, self.kind = self.kind, None
         self._forget_ahead()
@@ -86,13 +90,16 @@ class GatherOrder:
         self._ahead = None
 
     def _drop(self) -> None:
-        """Memory of a message may be freed when it has arrived."""
+        """Wait for discarded all-gathers: their memory may be freed only afterwards."""
         for arrival in self._unwanted:
             arrival()
         self._unwanted = []
 
     def _learn(self, kind: Kind) -> None:
-        """What the first rank needed, in that order; and what it did not, behind what comes before it in the model."""
+        """Adopt the order in which the group's first rank needed the units; all ranks call this together.
+
+        A unit that the first rank did not need is inserted after its predecessor in the old order.
+        """
         self._learned.add(kind)
         length = self._exchange.tell(torch.tensor([len(self._needed)], device=self._device))
         numbers = torch.zeros(int(length), dtype=torch.int64, device=self._device)

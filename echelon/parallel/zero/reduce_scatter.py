@@ -1,10 +1,11 @@
-"""Gradients to the ranks that hold the rows: summed over replicas bucket by bucket, while backward still runs.
+"""Reduce-scatter of gradients in buckets, overlapped with backward: each rank receives the sum of its rows.
 
-When backward has made the last gradient of a bucket, its rows are put into a matrix with one line a rank, the whole
-gradients are freed, and the matrix is summed so that each rank gets its line. Behind the rows of every line there is a
-flag for each parameter, "somebody used me": one that nobody used keeps ``grad = None``, as in one process. One more
-flag says that some rank had to wait for the bucket until backward was over (it holds a parameter that is not used):
-from the next pass on such buckets go last, or all others would wait behind them with their whole gradients.
+When backward has computed the last gradient of a bucket, the gradients are copied into a matrix with one line per rank,
+the whole gradients are freed, and the matrix is reduce-scattered so that each rank gets its line. Each line has one
+flag per parameter behind its rows, which is set if a rank used the parameter: a parameter that no rank used keeps
+``grad = None``, as in one process. One more flag says that on some rank the bucket was incomplete until backward ended
+(it holds an unused parameter). From the next pass on such buckets are sent last, because all later buckets would
+otherwise keep their whole gradients until the end of backward.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from echelon.parallel.data.reducer import Passes, once
 from echelon.parallel.zero.row_partition import RowMatrix, RowPartition
 from echelon.parallel.zero.zero_collectives import Arrival, ShardCollectives
 
-TAG = 1 << 20  # apart from those of weights
-UNDER_WAY = 2  # sums at a time; each has the size of its bucket, twice on Gloo
+TAG = 1 << 20  # distinct from the tags of weights
+UNDER_WAY = 2  # sums in flight at a time; each takes the memory of its bucket, twice that on Gloo
 
 
 class ShardReducer:
-    """The gradients of one optimizer. As ``parallel.reduce.Reducer``, but what it leaves are the shards' gradients.
+    """Reduces the gradients of one optimizer like ``parallel.data.reducer.Reducer``, but into gradients of the shards.
 
-    ``unhurried``: never wait while backward runs, except when ``relieve`` is called.
+    unhurried: True to wait during backward only when ``relieve`` is called
     """
 
     def __init__(self, buckets: Sequence[ShardBucket], unhurried: bool) -> None:
         self._buckets, self._unhurried = list(buckets), unhurried
         self._armed, self._learned = False, False
-        self._sent: list[ShardBucket] = []  # and not collected yet
+        self._sent: list[ShardBucket] = []  # buckets that are sent and not yet collected
         self._next = 0
         for bucket in self._buckets:
             bucket.watch(self)
 
     def arm(self, compressing: bool = False, passes: Passes = once) -> None:
-        """From now on a completed bucket is sent, and adds to what the shards have.
+        """Start sending completed buckets, whose sums are added to the gradients of the shards.
 
-        ``passes`` says how many backward passes make up each parameter's gradient.
+        passes: function from a parameter's name to the number of backward passes that make up its gradient
         """
         assert not compressing
         self._armed, self._next = True, 0
@@ -51,7 +52,7 @@ class ShardReducer:
             bucket.reset(passes)
 
     def finish(self) -> None:
-        """Send what is left and wait for everything: every shard has its gradient, no parameter has."""
+        """Send the remaining buckets and wait for all: then shards have gradients and whole parameters have none."""
         while self._next < len(self._buckets):
             self._send(late=not self._buckets[self._next].complete)
         self._armed = False
@@ -63,14 +64,14 @@ class ShardReducer:
             self._learned = True
 
     def completed(self) -> None:
-        """Some bucket has its last gradient."""
+        """Send the complete buckets that are next in order, after some bucket has its last gradient."""
         while self._armed and self._next < len(self._buckets) and self._buckets[self._next].complete:
             self._send(late=False)
             if not self._unhurried:
                 self.relieve()
 
     def relieve(self, remaining: int = UNDER_WAY) -> None:
-        """Collect what was sent first, so that no more than so many are under way."""
+        """Collect the oldest sums until at most ``remaining`` are in flight."""
         while len(self._sent) > remaining:
             self._sent.pop(0).collect(learn=not self._learned)
 
@@ -82,7 +83,7 @@ class ShardReducer:
 
 
 class ShardBucket:
-    """Some parameters whose gradients travel together."""
+    """Some parameters whose gradients are sent in one message."""
 
     def __init__(
         self,
@@ -101,9 +102,9 @@ class ShardBucket:
         self._what = f"bucket {number} ({span(names)})"
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
-        self._waiting: dict[int, int] = {}  # passes to come, by parameter
+        self._waiting: dict[int, int] = {}  # number of outstanding passes, by parameter
         self._gone = False
-        self.late = False  #: some rank did not have it complete before backward was over
+        self.late = False  #: True if the bucket was still incomplete on some rank when backward ended
 
     @property
     def complete(self) -> bool:
@@ -114,7 +115,7 @@ class ShardBucket:
             parameter.register_post_accumulate_grad_hook(_hook(self, reducer, index))  # type: ignore[no-untyped-call]
 
     def note(self, index: int) -> None:
-        """Backward has made this gradient."""
+        """Record that backward has computed this gradient."""
         if self._gone:
             raise UsageError(
                 f"the gradient of '{self._names[index]}' changed after it was sent: one backward finished it "
@@ -141,7 +142,7 @@ class ShardBucket:
         assert self._arrival is not None
         line, self._arrival = self._arrival(), None
         flags = line[self._rows.length :]
-        unused = {i for i in self._missing if not flags[i]}  # where this rank used it there is nothing to ask
+        unused = {i for i in self._missing if not flags[i]}  # parameters that this rank used need no flag
         if learn:
             self.late = bool(flags[-1])
         device = self._shards[0].device
@@ -177,7 +178,7 @@ def _accumulate(shard: nn.Parameter, grad: Tensor) -> None:
 
 
 def _hook(bucket: ShardBucket, reducer: ShardReducer, index: int) -> Callable[[Tensor], None]:
-    """Torch holds a hook, and what the hook holds, where Python's garbage collection does not look: hence weak."""
+    """Return a hook with weak references: Python's garbage collector cannot see what torch's hooks refer to."""
     return functools.partial(_noted, weakref.ref(bucket), weakref.ref(reducer), index)
 
 

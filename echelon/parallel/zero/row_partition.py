@@ -1,4 +1,4 @@
-"""Which rows of which parameters each rank holds, and how they lie in a message: one line a rank."""
+"""Partition of parameters into rows per rank, and the layout of these rows in a message with one line per rank."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from echelon.distributed.tensor_layout import Layout, Range, shares
 
-ALIGN = 4  # numbers; a shard begins where vector instructions like to
+ALIGN = 4  # in numbers; aligns the beginning of a shard for vector instructions
 
 
 @dataclass(frozen=True)
 class RowPartition:
-    """One parameter's rows (its slices along ``dim``), shared out over the ranks.
+    """Partition of one parameter's rows (its slices along ``dim``) over the ranks.
 
-    A parameter without dimensions cannot be cut: every rank holds it, and ``dim`` is ``None``.
+    A parameter without dimensions cannot be partitioned: every rank holds it, and ``dim`` is ``None``.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class RowPartition:
     ranges: tuple[Range, ...]
 
     def of(self, whole: Tensor, rank: int) -> Tensor:
-        """The rows of ``rank``, as a view."""
+        """Return the rows of ``rank`` as a view."""
         if self.dim is None:
             return whole
         begin, end = self.ranges[rank]
@@ -39,14 +39,14 @@ class RowPartition:
         return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
 
     def layout(self, given: Layout, rank: int) -> Layout:
-        """What the rows of ``rank`` are a part of, when the parameter itself is the ``given`` part of a whole."""
+        """Return the layout of the rows of ``rank``, where ``given`` is the layout of the parameter itself."""
         return given if self.dim is None else given.cut(self.dim, *self.ranges[rank])
 
 
 def cut_all(shapes: Mapping[str, tuple[int, ...]], ranks: int, shared: Collection[str] = ()) -> dict[str, RowPartition]:
-    """Every parameter's cut. What does not divide goes to those ranks that have the least so far.
+    """Return the partition of every parameter; remainder rows go to the ranks that hold the least so far.
 
-    ``shared``: those that other stages have too, beside other parameters; they must be cut alike everywhere.
+    shared: names of parameters that other stages hold too; they are partitioned in the same way on every stage
     """
     load = [0] * ranks
     cuts = {}
@@ -60,33 +60,33 @@ def cut_all(shapes: Mapping[str, tuple[int, ...]], ranks: int, shared: Collectio
 def _cut(shape: tuple[int, ...], ranks: int, first: int) -> RowPartition:
     if not shape:
         return RowPartition(shape, None, ((0, 1),) * ranks)
-    # With too few rows one rank would hold all of a table of positions (1, length, width): then along its length.
+    # A position table (1, length, width) has too few rows, and one rank would hold all of it: cut the longest dim.
     dim = 0 if shape[0] >= ranks else shape.index(max(shape))
     return RowPartition(shape, dim, tuple(shares(shape[dim], ranks, first=first)))
 
 
 class RowMatrix:
-    """The rows of several tensors of one dtype in a matrix with one line a rank: each line holds that rank's."""
+    """Layout of the rows of several tensors of one dtype in a matrix, whose line r holds the rows of rank r."""
 
     def __init__(self, cuts: Sequence[RowPartition]) -> None:
         self.cuts = cuts
         ranks = len(cuts[0].ranges)
         self._places = [_places(cut.part_shape(rank) for cut in cuts) for rank in range(ranks)]
-        self.length = max(_aligned(places[-1][1]) for places in self._places)  #: of a line
+        self.length = max(_aligned(places[-1][1]) for places in self._places)  #: length of a line
 
     def views(self, line: Tensor, rank: int) -> list[Tensor]:
-        """The parts of one rank's line, in the shapes they have as rows of their tensors."""
+        """Return views of one rank's line, one per tensor, in the shapes of the rank's rows."""
         return [
             line[begin:end].view(cut.part_shape(rank))
             for cut, (begin, end) in zip(self.cuts, self._places[rank], strict=True)
         ]
 
     def parts(self, wholes: Iterable[Tensor], rank: int) -> list[Tensor]:
-        """The rows of one rank, as views of the whole tensors."""
+        """Return the rows of one rank as views of the whole tensors."""
         return [cut.of(whole, rank) for cut, whole in zip(self.cuts, wholes, strict=True)]
 
     def read(self, matrix: Tensor, wholes: Sequence[Tensor], but: int | None = None) -> None:
-        """Put every line where it belongs in the whole tensors (``but``: not this rank's)."""
+        """Copy every line into its rows of the whole tensors, except the line of rank ``but``."""
         for rank, line in enumerate(matrix):
             if rank != but:
                 torch._foreach_copy_(self.parts(wholes, rank), self.views(line, rank))

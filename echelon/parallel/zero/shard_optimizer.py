@@ -1,4 +1,4 @@
-"""A user's optimizer takes shards in place of parameters: same object, same groups, same order, its state cut alike."""
+"""Puts shards in place of parameters in a user's optimizer: same object, groups and order, with sharded state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from echelon.base.errors import UsageError
 from echelon.parallel.zero.row_partition import RowPartition
 
-# Their step looks at a parameter as a whole: its rows and columns, or all parameters together. (LARS and LAMB need
-# its norm only, which can be added up over ranks.)
+# The step of these optimizers needs whole parameters: their rows and columns, or all parameters together. (LARS and
+# LAMB need only a parameter's norm, which can be summed over ranks.)
 WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
 
 def refuse_whole(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Sharding steps each part of a parameter by itself; refuse an optimizer that cannot."""
+    """Raise UsageError for an optimizer that cannot step each shard of a parameter by itself."""
     for key, optimizer in optimizers.items():
         kind = type(optimizer).__name__
         if isinstance(optimizer, WHOLE):
@@ -36,7 +36,7 @@ def hand_over(
     cuts: Mapping[str, RowPartition],
     rank: int,
 ) -> None:
-    """Let ``optimizer`` hold the shards instead of the parameters."""
+    """Replace the parameters of ``optimizer`` by their shards, and shard its state."""
     for group in optimizer.param_groups:
         params: list[nn.Parameter] = group["params"]
         for index, parameter in enumerate(params):

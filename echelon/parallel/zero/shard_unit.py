@@ -1,7 +1,7 @@
-"""A unit of parameters that are whole only while they are used; in between each rank holds its rows.
+"""Unit of parameters that are unsharded only while they are used; otherwise each rank holds its rows only.
 
-While away a parameter keeps its shape, but is one NaN repeated: who uses it then, past the module that holds it, gets
-a loss that is not finite and not an access to memory that is gone.
+While sharded, a parameter keeps its shape but is a single expanded NaN: code that uses the parameter then, bypassing
+its module, gets a non-finite loss instead of an access to freed memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from echelon.distributed.activity import span
 from echelon.parallel.zero.row_partition import RowMatrix, RowPartition
 from echelon.parallel.zero.zero_collectives import Arrival, ShardCollectives
 
-TAG = 1 << 21  # apart from those of gradients
+TAG = 1 << 21  # distinct from the tags of gradients
 Offload = Literal["optimizer", "parameters"] | None
 
 
 class ShardUnit:
-    """Parameters that come and go together. ``holders`` counts who needs them now."""
+    """Parameters that are unsharded and resharded together. ``holders`` counts the current users."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ShardUnit:
         self._exchange = exchange
         self.holders = 0
         self.coming: list[Arrival] | None = None
-        self.wholes: list[tuple[nn.Parameter, Tensor]] = []  #: where it is here, each parameter's memory
+        self.wholes: list[tuple[nn.Parameter, Tensor]] = []  #: while unsharded, each parameter's memory
         self.embedding_only = False
 
     @property
@@ -55,12 +55,12 @@ class ShardUnit:
         return sum(p.numel() * p.element_size() for p in self.parameters.values())
 
     def begin(self) -> list[Arrival]:
-        """All ranks begin to hand their rows round."""
+        """Start the all-gathers of the unit's rows; all ranks call this."""
         return [cargo.gather() for cargo in self._cargo]
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Wait for what is coming; from here on the parameters are whole."""
+        """Wait for the all-gathers and set the parameters to the whole tensors."""
         assert self.coming is not None
         arrivals, self.coming = self.coming, None
         for cargo, arrival in zip(self._cargo, arrivals, strict=True):
@@ -73,18 +73,18 @@ class ShardUnit:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Somebody changed the whole parameters, the same way on all ranks: the rows follow."""
+        """Copy the whole parameters, which were changed equally on all ranks, into this rank's rows."""
         for cargo in self._cargo:
             cargo.write_back()
 
     def stepped(self) -> None:
-        """The shards have changed."""
+        """Update the flat buffers after the shards have changed."""
         for cargo in self._cargo:
             cargo.stepped()
 
 
 class UnitFlatBuffer:
-    """The unit's parameters of one dtype. This rank's rows lie one after another in one line, ready to be sent."""
+    """The unit's parameters of one dtype. This rank's rows are contiguous in one flat buffer, ready to be sent."""
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class UnitFlatBuffer:
             self._rows.length, dtype=first.dtype, device="cpu" if away_from_device else first.device,
             pin_memory=away_from_device and first.device.type == "cuda",
         )  # fmt: skip
-        # The optimizer steps on the host; with "optimizer" the rows are on the device as well.
+        # The optimizer steps on the host; with offload="optimizer" there is a copy of the rows on the device too.
         self._copy = (
             torch.empty_like(self._line, device=first.device) if away_from_device and offload == "optimizer" else None
         )
         self._views = self._rows.views(self._line, exchange.me)
         self.shards: dict[str, nn.Parameter] = {}
         self.write_back()
-        # ``data`` has a version of its own: views of one line would all seem to change when one optimizer steps.
+        # ``data`` has its own version counter: with views of one line, a step of one optimizer would bump all of them.
         self.shards = {
             name: nn.Parameter(view.data, requires_grad=p.requires_grad)
             for (name, p), view in zip(parameters.items(), self._views, strict=True)
@@ -143,7 +143,7 @@ class UnitFlatBuffer:
     @torch.no_grad()
     def stepped(self) -> None:
         for shard, view in zip(self.shards.values(), self._views, strict=True):
-            if shard.data_ptr() != view.data_ptr():  # somebody gave it other memory
+            if shard.data_ptr() != view.data_ptr():  # user code or an optimizer has replaced the shard's memory
                 view.copy_(shard)
                 shard.data = view
         self._copy_up()
@@ -165,7 +165,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _like(parameter: nn.Parameter, strides: tuple[int, ...] | None) -> Tensor:
-    """Memory for the whole of it, laid out as it was (channels-last stays so)."""
+    """Allocate memory for the whole parameter in its original layout (channels-last stays so)."""
     if strides is None:
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)

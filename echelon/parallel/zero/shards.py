@@ -1,7 +1,7 @@
-"""Shards: one model's parameters, gradients and optimizer state shared out over its replicas.
+"""Shards one model's optimizer state, gradients and parameters over its replicas (ZeRO).
 
-level 1: optimizer state; level 2: gradients too; level 3: parameters too. On every level an optimizer holds shards,
-which are this rank's rows of the parameters, in place of the parameters.
+Level 1 shards the optimizer state, level 2 the gradients too, level 3 the parameters too. On every level an optimizer
+holds shards, which are this rank's rows of the parameters, in place of the parameters.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ from echelon.parallel.zero.zero_collectives import ShardCollectives
 
 
 class Shards:
-    """What this rank holds of a model, and the ways between that and whole parameters.
+    """This rank's shards of a model, and the collectives between shards and whole parameters.
 
-    parameters: those of this rank, by name (a stage has fewer than the model); ``layouts`` says what each is a part of
-    buckets:    for each optimizer the names of trained parameters, of one dtype, in the order of backward
-    group:      the ranks that hold replicas of these parameters; ``None`` where there is only one
-    gathering:  the same ranks over connections of their own, so that weights may overtake gradients (NCCL)
+    parameters: parameters of this rank, by name (a stage has fewer than the model)
+    layouts:    position of each parameter in the unsplit parameter, by name
+    buckets:    for each optimizer, buckets of names of trained parameters of one dtype, in backward order
+    group:      ranks that hold replicas of these parameters; ``None`` if there is only one
+    level:      ZeRO level, 1 to 3
+    offload:    "optimizer", "parameters" or None (default): what is kept in host memory
+    device:     device of the parameters; default: that of the first one
+    gathering:  second process group of the same ranks, so that all-gathers may overtake reduce-scatters (NCCL)
+    small:      size in numbers below which a unit is merged into the whole model's unit
     shared:     names of parameters that other stages have too
     """
 
@@ -61,12 +66,12 @@ class Shards:
         chosen = {name: tuple(p.shape) for name, p in parameters.items() if level == 3 or id(p) in owned}
         self._cuts = cut_all(chosen, self.exchange.ranks, shared)
         self.layouts = {name: cut.layout(layouts[name], self.exchange.me) for name, cut in self._cuts.items()}
-        #: whether a shard counts where something is added up over ranks (a norm): what cannot be cut is on all of them
+        #: True if this rank counts a shard in sums over ranks (a norm); a parameter that cannot be cut is on all ranks
         self.counts = {name: cut.dim is not None or self.exchange.me == 0 for name, cut in self._cuts.items()}
         self._units: dict[str, ShardUnit] = {}
         self._visits: ParamGatherer | None = None
         self._kept: ReplicatedParams | None = None
-        #: what the optimizers hold in place of the parameters
+        #: shards that the optimizers hold in place of the parameters
         self.shards: dict[str, nn.Parameter] = {}
         if level == 3:
             self._visits = self._part_with_parameters(model, offload, device, small)
@@ -97,7 +102,7 @@ class Shards:
         for optimizer in self._optimizers.values():
             hand_over(optimizer, names, self.shards, self._cuts, self.exchange.me)
         for parameter in self._parameters.values():
-            parameter.grad = None  # no optimizer would clear it any more
+            parameter.grad = None  # no optimizer clears it from now on
 
     def _make_reducers(self, buckets: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, ShardReducer]:
         numbers = itertools.count()
@@ -110,18 +115,21 @@ class Shards:
         }
 
     def reducer(self, key: str) -> ShardReducer:
-        """For the gradients of one optimizer. Levels 2 and 3 arm it for every pass, level 1 for the last one merged."""
+        """Return the gradient reducer of one optimizer.
+
+        Levels 2 and 3 arm it in every pass, level 1 only in the last merged pass.
+        """
         return self._reducers[key]
 
     def after_step(self, optimizers: Iterable[str]) -> None:
-        """Let whole parameters follow the shards that these optimizers have changed."""
+        """Update whole parameters from the shards that these optimizers have changed."""
         chosen = list(optimizers)
         if self._kept is not None:
             self._kept.hand_round(chosen)
         self._renew([parameter for key in chosen for parameter in self._trained[key]])
 
     def refresh(self) -> None:
-        """A checkpoint was read into the shards, frozen ones too: let everything else follow."""
+        """Update everything else after a checkpoint was loaded into the shards, including frozen ones."""
         if self._kept is not None:
             self._kept.hand_round_all()
         self._renew(list(self._parameters.values()))
@@ -129,12 +137,12 @@ class Shards:
     def _renew(self, changed: Sequence[nn.Parameter]) -> None:
         for unit in self._units.values():
             unit.stepped()
-        # Recomputation asks whether a weight changed between forward and backward.
+        # Activation recomputation checks the version to detect a weight that changed between forward and backward.
         torch.autograd.graph.increment_version(changed)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Whole parameters, to look at or to export; changes made on all ranks alike are kept."""
+        """Unshard all parameters within the context, to read or export them; equal changes on all ranks are kept."""
         if self._visits is None:
             yield
             return
@@ -149,16 +157,16 @@ class Shards:
                 self._visits.release(unit)
 
     def close(self) -> None:
-        """Whole parameters for good; the model runs as if it had never been sharded. All ranks call it."""
+        """Unshard all parameters permanently; then the model runs without sharding. All ranks call this."""
         if self._visits is not None:
             for unit in self._units.values():
                 self._visits.hold(unit)
             self._visits.active = False
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds: parameters, gradients, optimizer state; and how many of them on the host.
+        """Return the bytes of this rank's parameters, gradients and optimizer state, and those of them on the host.
 
-        ``whole`` is the most that whole parameters of level 3 ever took at one time.
+        ``whole`` is the peak size of unsharded parameters at level 3.
         """
         everything = [*self._parameters.values(), *self.shards.values()]
         kinds: dict[str, list[Tensor]] = {

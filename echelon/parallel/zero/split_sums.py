@@ -1,4 +1,4 @@
-"""Where sharding meets the mesh: gradients of shards that are also sums over the split axis."""
+"""Sums gradients of ZeRO shards over the split axis of the mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.plan import Plan
 
 
 class SplitSums:
-    """Gradients of shards that are sums over the split axis too."""
+    """Sums over the split axis the gradients of shards of which each split rank has only a partial sum."""
 
     def __init__(self, plan: Plan, shards: Shards, grid: MeshGroups) -> None:
         self._group = grid.group("split")

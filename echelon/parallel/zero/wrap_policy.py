@@ -1,9 +1,9 @@
-"""Which parameters come and go together: a decision about names. Pure: no device, no process group.
+"""Groups parameters into units that are unsharded together; a pure function of the model, without devices or groups.
 
-A unit is a module and the parameters that are whole while it runs: a repeated block, or else the outermost module
-that holds parameters of its own. Shared parameters belong to the innermost module around all that hold them. Small
-units are not worth a message of their own, and belong to the model as a whole, unless it is a ModuleDict or ModuleList,
-which never runs.
+A unit is a module and the parameters that are unsharded while it runs: a repeated block, or else the outermost module
+that holds parameters directly. Shared parameters belong to the innermost module around all of their owners. Small units
+are not worth a separate message and are merged into the unit of the whole model, unless the model is a ModuleDict or
+ModuleList, which never runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from echelon.base.errors import UsageError
 from echelon.plan.called_modules import is_called
 from echelon.plan.segments import find_segments
 
-SMALL = 2**12  # numbers; so many take less time to send than a message takes to begin
+SMALL = 2**12  # in numbers; sending so many takes less time than the latency of a message
 
 
 def find_units(model: nn.Module, parameters: Mapping[str, nn.Parameter], small: int = SMALL) -> dict[str, list[str]]:
-    """For each unit, by its module's name, the names of its parameters; both in the order of the model."""
+    """Return the parameter names of each unit by the name of its module, both in model order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = _blocks(model)
     given = {id(parameter): name for name, parameter in parameters.items()}
@@ -44,9 +44,10 @@ def _blocks(model: nn.Module) -> set[str]:
 
 
 def _home(path: str, modules: Mapping[str, nn.Module], blocks: set[str]) -> str:
-    """The unit of a parameter: the block around it, or the outermost module there that has parameters of its own.
+    """Return the unit of a parameter: the block around it, or the outermost module around it with direct parameters.
 
-    A module around blocks has only its own: it would be large, and keep the blocks whole all the time.
+    A module that contains blocks is never a unit for parameters of its submodules: it would be large, and would keep
+    the blocks unsharded all the time.
     """
     around = [name for name in _inwards(path.rpartition(".")[0]) if name and is_called(modules[name])]
     within_block = [name for name in around if name in blocks]
@@ -64,13 +65,13 @@ def _inwards(name: str) -> Iterable[str]:
 
 
 def _holds(module: nn.Module) -> bool:
-    """Whether it has parameters of its own, or in a list that only holds them."""
+    """Return True if the module has direct parameters, or parameters in a ParameterList or ParameterDict."""
     held = [child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
     return any(any(True for _ in place.parameters(recurse=False)) for place in (module, *held))
 
 
 def _around(homes: set[str], modules: Mapping[str, nn.Module]) -> str:
-    """The innermost module around all of them that runs."""
+    """Return the innermost module around all ``homes`` that is called in forward."""
     common = min(homes)
     while not (all(_within(home, common) for home in homes) and (not common or is_called(modules[common]))):
         common = common.rpartition(".")[0]

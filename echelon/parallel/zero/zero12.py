@@ -1,4 +1,4 @@
-"""Levels 1 and 2: parameters stay whole on every rank; each rank steps its rows and hands them round."""
+"""ZeRO levels 1 and 2: parameters stay whole on every rank; each rank updates its rows, which are then all-gathered."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ class ReplicatedParams:
         self._rest = [self._batch((name,), next(numbers)) for name in sorted(set(cuts) - trained)]
 
     def hand_round(self, optimizers: Iterable[str]) -> None:
-        """Gather every rank's rows of what these optimizers train. Other parameters are not written: a graph that is
-        still to be differentiated may need them."""
+        """All-gather the rows of the parameters that these optimizers train.
+
+        Other parameters are not written, because a graph whose backward is still to come may need them.
+        """
         self._hand_round([batch for key in optimizers for batch in self._trained[key]])
 
     def hand_round_all(self) -> None:
-        """Gather every rank's rows of everything, frozen parameters too."""
+        """All-gather the rows of all parameters, including frozen ones."""
         self._hand_round([*itertools.chain.from_iterable(self._trained.values()), *self._rest])
 
     def _hand_round(self, batches: Iterable[_ParamBucket]) -> None:
@@ -69,7 +71,7 @@ class ReplicatedParams:
 
 
 class _ParamBucket:
-    """Parameters of one dtype whose rows travel together."""
+    """Parameters of one dtype whose rows are sent in one message."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class _ParamBucket:
         return self._exchange.gather_lines(line, self._tag)
 
     def _follow(self, line: Tensor) -> None:
-        """This rank's rows of the parameters, where the shards are not views of them (any more)."""
+        """Copy ``line`` into this rank's rows of those parameters whose shards are not views of them (any more)."""
         parts = self._rows.parts([p.data for p in self._parameters], self._exchange.me)
         for part, place, shard in zip(parts, self._rows.views(line, self._exchange.me), self._shards, strict=True):
             if part.data_ptr() != shard.data_ptr():

@@ -1,15 +1,16 @@
-"""Level 3: a unit's parameters are whole while its module runs, and while its backward needs them.
+"""ZeRO level 3: a unit's parameters are unsharded while its module runs, and while its backward needs them.
 
-Forward: the module's class is changed to one that gathers before and frees after. A parameter that is used past its
-own module is gathered when its module is asked for it, and stays until the module that asked has run.
+Forward: the module's class is replaced by one that unshards before forward and reshards afterwards. A parameter that is
+used outside of its own module is gathered when it is read as an attribute of its module, and stays until the module
+that is running then has finished.
 
-Backward: of the weights that autograd would keep, and of 16-bit copies that autocast makes of them, it is given a
-note instead; when it asks, the unit is gathered, and freed again when the last note of that forward was asked for. No
-memory is taken from under anybody: what still points to freed weights keeps them alive.
+Backward: for weights that autograd would save, and for 16-bit copies that autocast makes of them, saved-tensor hooks
+save a note instead. When autograd unpacks the note, the unit is gathered; it is resharded when the last note of that
+forward was unpacked. Memory is never freed while in use: a tensor that still refers to the weights keeps them alive.
 
-Recomputed modules keep no notes. Where the module that is recomputed lies around the unit, the unit runs again and is
-gathered by that; where it is the unit itself, its output says when backward begins. What runs again is given frozen
-parameters as aliases: of those torch.utils.checkpoint keeps the object itself, which is NaN after the unit has left.
+Recomputed modules save no notes. If the recomputed module contains the unit, the unit's forward runs again and gathers
+it; if it is the unit itself, a hook on its output reports when its backward begins. A recomputation gets frozen
+parameters as aliases, because torch.utils.checkpoint saves the object itself, which is NaN after the unit is resharded.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from echelon.plan.called_modules import why_fixed
 
 @dataclass(eq=False)
 class _UnitUse:
-    """One run of a unit in forward, as backward will ask for it."""
+    """One forward run of a unit, with the notes that its backward will unpack."""
 
     unit: ShardUnit
     notes: int = 0
-    left: int = 0  # notes that this backward has not asked for
+    left: int = 0  # notes that this backward has not unpacked yet
     backward: int = -1  # the number of this backward
     holding: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class _SavedWeight:
-    """In place of a weight, a view of it, or a 16-bit copy of it."""
+    """Note that autograd saves in place of a weight, of a view of it, or of a 16-bit copy of it."""
 
     use: _UnitUse
     parameter: nn.Parameter
@@ -62,28 +63,28 @@ class _SavedWeight:
 
 @dataclass(eq=False)
 class _ModuleCall:
-    """A module that runs, and the units that are whole because of it."""
+    """A running module, and the units that are unsharded for it."""
 
     held: list[ShardUnit] = field(default_factory=list)
     uses: list[_UnitUse] = field(default_factory=list)
 
 
 class ParamGatherer:
-    """Brings units and takes them away again."""
+    """Unshards and reshards units in forward and backward."""
 
     def __init__(self, units: Sequence[ShardUnit], exchange: ShardCollectives, device: torch.device) -> None:
         self.units = units
         self.passes = GatherOrder(units, exchange, device)
         self._of = {id(p): unit for unit in units for p in unit.parameters.values()}
         self._shard_of = {id(unit.parameters[name]): unit.shards[name] for unit in units for name in unit.shards}
-        self._memory: dict[int, tuple[ShardUnit, nn.Parameter, Tensor]] = {}  # of whole parameters, by address
+        self._memory: dict[int, tuple[ShardUnit, nn.Parameter, Tensor]] = {}  # unsharded parameters by address
         self._calls: list[_ModuleCall] = []
         self._in_use: dict[ShardUnit, _UnitUse] = {}
         self._backwards = 0
-        self._asked: list[_UnitUse] = []  # whose unit is held by this backward
-        self._held_until: dict[ShardUnit, set[int]] = {}  # by this backward, until it has made these gradients
+        self._asked: list[_UnitUse] = []  # uses whose unit is held by this backward
+        self._held_until: dict[ShardUnit, set[int]] = {}  # gradients until which this backward holds a unit
         self.active = True
-        self.present, self.most = 0, 0  #: bytes of whole parameters now, and at most so far
+        self.present, self.most = 0, 0  #: bytes of unsharded parameters now, and their maximum so far
         for unit in units:
             for parameter in unit.parameters.values():
                 if parameter.requires_grad:
@@ -93,17 +94,17 @@ class ParamGatherer:
 
     @property
     def is_outside(self) -> bool:
-        """True while no module runs: one that the user's loop calls itself then stands for the whole model."""
+        """True while no module runs: a module that the user's loop then calls itself is treated as the whole model."""
         return not self._calls
 
     def brings(self, parameter: nn.Parameter | None) -> bool:
         return id(parameter) in self._of
 
-    # ---- who needs what ----
+    # ---- holders of units ----
 
     def hold(self, unit: ShardUnit) -> None:
         if not unit.here:
-            with torch.inference_mode(False):  # what arrives while evaluating may stay for training
+            with torch.inference_mode(False):  # parameters gathered in evaluation may still be used in training
                 self.passes.reach(unit)
             for parameter, whole in unit.wholes:
                 self._memory[whole.untyped_storage().data_ptr()] = (unit, parameter, whole)
@@ -120,7 +121,7 @@ class ParamGatherer:
             self.present -= unit.bytes
 
     def lend(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A module was asked for its parameter: bring it. In a recomputation frozen ones are lent as aliases."""
+        """Gather and return a parameter that is read from its module; in a recomputation, an alias if it is frozen."""
         self.touch(parameter)
         if parameter.requires_grad or not _in_backward() or id(parameter) not in self._of:
             return parameter
@@ -143,7 +144,7 @@ class ParamGatherer:
 
     @contextlib.contextmanager
     def call(self, unit: ShardUnit | None, whole_model: bool) -> Iterator[_ModuleCall]:
-        """While a unit's module runs, or the whole model."""
+        """Hold ``unit`` within the context, while its module or the whole model runs."""
         begins = whole_model and self._begin_forward()
         call = _ModuleCall()
         self._calls.append(call)
@@ -164,7 +165,7 @@ class ParamGatherer:
                 self.passes.end(complete)
 
     def _begin_forward(self) -> bool:
-        if self.passes.kind == "backward" and not _in_backward():  # it ended in an error
+        if self.passes.kind == "backward" and not _in_backward():  # the last backward raised an exception
             self._end_backward(complete=False)
         if self.passes.kind is not None:
             return False
@@ -178,7 +179,7 @@ class ParamGatherer:
             self._in_use[unit] = _UnitUse(unit)
             call.uses.append(self._in_use[unit])
 
-    # ---- what autograd keeps ----
+    # ---- tensors saved by autograd ----
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
         if not torch.is_grad_enabled() or _somebody_saves():
@@ -186,7 +187,7 @@ class ParamGatherer:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):  # what another stage computes
+        if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):  # fake: another stage computes it
             return tensor
         found = self._memory.get(tensor.untyped_storage().data_ptr())
         if found is not None and tensor.dtype == found[2].dtype:
@@ -223,7 +224,7 @@ class ParamGatherer:
         if isinstance(kept, _SavedWeight):
             return self._asked_for(kept)
         tensor, version = kept
-        if tensor._version != version:  # with hooks torch does not look itself
+        if tensor._version != version:  # torch does not check this itself for hooked tensors
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}, expected {version}"
@@ -253,7 +254,7 @@ class ParamGatherer:
     # ---- backward ----
 
     def watch_output(self, call: _ModuleCall, unit: ShardUnit, output: Any) -> None:
-        """Where autograd kept nothing of a unit, its module is recomputed, maybe: bring it before its backward."""
+        """Gather the unit before its backward if autograd saved none of its weights: it may be recomputed."""
         if unit.embedding_only or any(use.notes for use in call.uses) or not torch.is_grad_enabled():
             return
         for leaf in tree_leaves(output):
@@ -267,7 +268,7 @@ class ParamGatherer:
         self._hold_in_backward(unit)
 
     def made(self, parameter: Tensor) -> None:
-        """Backward has made a gradient."""
+        """Record that backward has computed the gradient of ``parameter``; release its unit after the last one."""
         self._begin_backward()
         unit = self._of[id(parameter)]
         missing = self._held_until.get(unit)
@@ -315,13 +316,13 @@ def _in_backward() -> bool:
 
 
 def _somebody_saves() -> bool:
-    """Whether saved tensors have a taker already: ourselves, or a recomputation, which must not be kept from it."""
+    """Return True if saved-tensor hooks are active already: our own, or those of a recomputation, which must run."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextlib.contextmanager
 def _uncached_casts() -> Iterator[None]:
-    """Autocast would keep a 16-bit copy of every weight until forward is over."""
+    """Disable autocast's weight cache: it would keep a 16-bit copy of every weight until the end of forward."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -330,15 +331,15 @@ def _uncached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-# ---- classes: a module of another class is still itself, and so is its deep copy ----
+# ---- classes: replacing a module's class keeps the module's identity, and works for its deep copies ----
 
 Kind = type[nn.Module]
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)  # their backward does not look at the weight
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)  # their backward does not need the weight
 
 
 @dataclass(frozen=True)
 class _HookedModule:
-    """A module to whose running or asking somebody listens."""
+    """A module whose forward and parameter access are intercepted."""
 
     unit: ShardUnit | None
     whole_model: bool
@@ -348,13 +349,13 @@ class _HookedModule:
         return self.unit is not None or self.whole_model
 
 
-Posts = weakref.WeakKeyDictionary[nn.Module, _HookedModule]  # a deep copy is not in it: it has parameters of its own
+Posts = weakref.WeakKeyDictionary[nn.Module, _HookedModule]  # excludes deep copies, which have their own parameters
 
 
 def visit_modules(model: nn.Module, units: Mapping[str, ShardUnit], visits: ParamGatherer) -> None:
-    """Let units come when their modules run, and parameters when their modules are asked for them."""
+    """Unshard units when their modules run, and parameters when they are read from their modules."""
     posts: Posts = weakref.WeakKeyDictionary()
-    visited = functools.cache(functools.partial(_visited, posts=posts, visits=visits))  # blocks stay of one class
+    visited = functools.cache(functools.partial(_visited, posts=posts, visits=visits))  # equal blocks share a class
     for name, module in model.named_modules():
         unit = units.get(name)
         if unit is not None or not name or any(visits.brings(p) for p in module._parameters.values()):

@@ -1,7 +1,7 @@
-"""The two collectives of sharding: sums of which each rank gets its line, and lines of which every rank gets all.
+"""The two collectives of ZeRO sharding: reduce-scatter of gradients and all-gather of weights.
 
-On Gloo with CPU tensors both are messages between pairs of ranks, told apart by tags: their order does not matter,
-and sums are made in the order of ranks. Everywhere else they are collectives, which all ranks must begin in one order.
+On Gloo with CPU tensors both are messages between pairs of ranks, distinguished by tags: their order does not matter,
+and sums are computed in rank order. Otherwise they are collectives, which all ranks must start in the same order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from echelon.distributed.collectives import PendingCollective, start_all_gather,
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-Arrival = Callable[[], Tensor]  # call it to wait
+Arrival = Callable[[], Tensor]  # waits for the result and returns it
 
 
 class ShardCollectives:
-    """Talks to the ranks that share the parameters out among them; ``group`` is ``None`` where there is only one.
+    """Collectives among the ranks that shard the same parameters.
 
-    ``gathering`` are connections of their own for weights, so that they may overtake gradients.
+    group:     process group of these ranks; ``None`` if there is only one
+    gathering: separate process group for weights, so that they may overtake gradients; default: ``group``
     """
 
     def __init__(
@@ -37,12 +38,12 @@ class ShardCollectives:
         self.me = dist.get_rank(group) if group else 0
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
         self._pairs = self._gloo and device.type == "cpu"
-        self.begun: Counter[str] = Counter()  #: how many sums and gathers there were
+        self.begun: Counter[str] = Counter()  #: number of sums and gathers so far
 
     def sum_lines(self, matrix: Tensor, tag: int, what: str = "") -> Arrival:
-        """Begin to add up every rank's ``matrix``; what arrives is this rank's line of the sum, in fresh memory.
+        """Start the sum of all ranks' ``matrix``; the result is this rank's line of the sum, in new memory.
 
-        ``matrix`` is given away.
+        The caller must not use ``matrix`` afterwards.
         """
         self.begun["sum"] += 1
         if self._group is None:
@@ -52,15 +53,15 @@ class ShardCollectives:
             came = torch.empty_like(matrix)
             swap = start_all_to_all(came, matrix, self._group, tag)
             return lambda: _added(_after(swap, came, wait))
-        if self._gloo:  # it has no reduce-scatter for tensors of a GPU
+        if self._gloo:  # Gloo has no reduce-scatter for GPU tensors
             work = dist.all_reduce(matrix, group=self._group, async_op=True)
-            return lambda: _after(work, matrix, wait)[self.me].clone()  # noqa: PLW0108 - it waits when it is called
+            return lambda: _after(work, matrix, wait)[self.me].clone()  # noqa: PLW0108 - the lambda delays the wait
         line = torch.empty_like(matrix[0])
         work = _reduce_scatter(line, matrix.view(-1), group=self._group, async_op=True)
         return lambda: _after(work, line, wait)
 
     def gather_lines(self, line: Tensor, tag: int, what: str = "") -> Arrival:
-        """Begin to collect every rank's ``line``, which must not change meanwhile. What arrives is a matrix of all."""
+        """Start the all-gather of ``line``, which must not change meanwhile; the result is a matrix of all lines."""
         self.begun["gather"] += 1
         if self._gathering is None:
             return lambda: line[None]
@@ -73,7 +74,7 @@ class ShardCollectives:
         return lambda: _after(work, came, wait)
 
     def tell(self, numbers: Tensor) -> Tensor:
-        """What the first of the ranks says, on all of them."""
+        """Broadcast ``numbers`` from the first rank of the group, in place, and return them."""
         if self._gathering is not None:
             with waiting("order of gathers", "", self._gathering):
                 dist.broadcast(numbers, dist.get_global_rank(self._gathering, 0), group=self._gathering)

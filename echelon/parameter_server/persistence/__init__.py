@@ -1,1 +1,1 @@
-"""What makes a server outlive its process: journal, snapshots, replicas, recovery, checkpoints."""
+"""Persistence of a server's state: journal, snapshots, replicas, recovery, checkpoints."""

@@ -1,11 +1,11 @@
 """A checkpoint of all servers in one directory, for any number of servers to load.
 
-    server-0-of-2.rec    what server 0 of 2 held: its buckets, its dense blocks, its facts
-    server-0-of-2.json   its marker: there when the file is complete
+    server-0-of-2.rec    state of server 0 of 2: its buckets, its dense blocks, its facts
+    server-0-of-2.json   marker of that file: exists when the file is complete
 
-Each server writes its file aside, gives it its name, and then writes the marker; the checkpoint is complete when all
-markers of one step are there. Buckets keep their numbers whatever the number of servers, and dense blocks are cut anew
-by parameter and offset, with the state of an element-wise optimizer beside the values it belongs to.
+Each server writes a temporary file, renames it, and then writes the marker; the checkpoint is complete when all markers
+of one step exist. Buckets keep their numbers for any number of servers, and dense blocks are cut again by parameter and
+offset, with the state of an element-wise optimizer beside the values that it belongs to.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def save_part(
 
 
 class ServerCheckpoint:
-    """A complete checkpoint, open for reading: ``with Saved(path) as saved``."""
+    """A complete checkpoint, open for reading: ``with ServerCheckpoint(path) as saved``."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -80,7 +80,7 @@ class ServerCheckpoint:
         return self.path / f"server-{server}-of-{self.servers}.rec"
 
     def verify(self) -> None:
-        """Read all of it once, so that nothing is loaded of a checkpoint that is damaged somewhere."""
+        """Read and check the whole checkpoint, so that no part of a damaged checkpoint is loaded."""
         for part in self.parts:
             part.verify()
 
@@ -88,11 +88,11 @@ class ServerCheckpoint:
         return list(self.parts[0].places)
 
     def bucket(self, table: str, bucket: int) -> BucketRows | None:
-        """A bucket's rows, from the server that held it."""
+        """Return a bucket's rows from the server that held it; None if there are none."""
         return next((rows for part in self.parts if (rows := part.rows(table, bucket)) is not None), None)
 
     def buckets(self, table: str) -> Iterator[BucketRows]:
-        """All rows of a table, one bucket at a time."""
+        """Yield all rows of a table, one bucket at a time."""
         for part in self.parts:
             for bucket in part.places.get(table, {}):
                 if (rows := part.rows(table, bucket)) is not None:
@@ -102,11 +102,11 @@ class ServerCheckpoint:
         return sum(place.rows for part in self.parts for place in part.places.get(table, {}).values())
 
     def facts(self) -> list[WireMessage]:
-        """Of server 0: what it knows holds for all of them."""
+        """Return the facts of server 0, which are valid for all servers."""
         return self.parts[0].facts()
 
     def dense(self, blocks: Sequence[DenseBlock]) -> dict[str, NDArray[Any]]:
-        """The state of ``blocks`` in the form of ``Dense.to_arrays``, put together from the blocks that were saved."""
+        """Return the state of ``blocks`` in the form of ``DenseShard.to_arrays``, assembled from the saved blocks."""
         pieces, found = self._pieces(), {}
         for number, block in enumerate(blocks):
             stored = pieces.get(block.parameter, [])
@@ -117,7 +117,7 @@ class ServerCheckpoint:
         return found
 
     def _pieces(self) -> dict[str, list[tuple[DenseBlock, dict[str, NDArray[Any]]]]]:
-        """By parameter, the saved blocks and their arrays."""
+        """Return the saved blocks and their arrays by parameter."""
         pieces: dict[str, list[tuple[DenseBlock, dict[str, NDArray[Any]]]]] = {}
         for server, part in enumerate(self.parts):
             blocks = [block for block in self.jobs[0].blocks if block.server == server]
@@ -133,7 +133,7 @@ class ServerCheckpoint:
     def _cut(
         self, block: DenseBlock, name: str, stored: list[tuple[DenseBlock, dict[str, NDArray[Any]]]]
     ) -> NDArray[Any]:
-        """``block``'s part of one array of its parameter."""
+        """Return the part of ``block`` of one array of its parameter."""
         first = stored[0][1][name] if stored and name in stored[0][1] else None
         if first is not None and (first.size != stored[0][0].length or name == "step"):
             return first  # one number for the whole parameter
@@ -154,7 +154,7 @@ class ServerCheckpoint:
 
 
 def check(shard: RestorableShard, saved: ServerCheckpoint) -> None:
-    """Refuse a checkpoint that lacks a table, or has one of another shape."""
+    """Raise ``CheckpointError`` if a checkpoint lacks a table, or has one of another shape."""
     specs = {spec.name: spec for spec in saved.jobs[0].tables}
     for name, table in shard.tables.items():
         if name not in specs:
@@ -172,7 +172,7 @@ def _shape(spec: TableSpec) -> str:
 
 
 def load_into(shard: RestorableShard, path: str | os.PathLike[str]) -> int:
-    """A checkpoint into a shard that nobody keeps, one that only serves; the checkpoint's step."""
+    """Load a checkpoint into a read-only shard without persistence, and return the checkpoint's step."""
     with ServerCheckpoint(path) as saved:
         check(shard, saved)
         saved.verify()
@@ -182,8 +182,8 @@ def load_into(shard: RestorableShard, path: str | os.PathLike[str]) -> int:
 
 
 def fill(shard: RestorableShard, saved: ServerCheckpoint) -> None:
-    """A shard's share of a checkpoint in place of what it held, one bucket at a time. Under the shard's lock."""
-    dense = saved.dense(shard.dense.blocks)  # may be refused: before anything is dropped
+    """Replace a shard's state by its part of a checkpoint, bucket by bucket. The caller holds the shard's lock."""
+    dense = saved.dense(shard.dense.blocks)  # may raise, so it comes before anything is dropped
     shard.forget()
     for name, table in shard.tables.items():
         for bucket in table.buckets:
@@ -194,7 +194,7 @@ def fill(shard: RestorableShard, saved: ServerCheckpoint) -> None:
 
 
 def _complete(path: Path) -> list[dict[str, Any]]:
-    """The markers of the newest set of which every server's is there."""
+    """Return the markers of the newest complete set. Raises ``CheckpointError`` if there is none."""
     found: dict[int, dict[int, Path]] = {}
     for entry in path.iterdir() if path.is_dir() else ():
         if match := _MARKER.fullmatch(entry.name):
@@ -216,14 +216,14 @@ def _markers(owned: dict[int, Path]) -> list[dict[str, Any]]:
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """``path`` itself when it holds servers' parts, else the directory of the highest step below it that does."""
+    """Return ``path`` if it holds servers' parts, else the directory below it with the highest step."""
     asked = Path(path)
     found = {entry.parent for pattern in ("", "*/", "*/*/") for entry in asked.glob(f"{pattern}server-0-of-*.json")}
     return asked if asked in found or not found else max(found, key=_step)
 
 
 def _step(path: Path) -> int:
-    """-1 for a save that was interrupted: it is chosen only where there is no other."""
+    """Return a checkpoint's step; -1 if its save was interrupted, so that it is chosen only if there is no other."""
     try:
         return int(_complete(path)[0]["step"])
     except CheckpointError:

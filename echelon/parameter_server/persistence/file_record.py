@@ -1,14 +1,15 @@
-"""A frame in a file: what journals, snapshots and checkpoints are made of.
+"""The file format of a message: a record of journals, snapshots and checkpoints.
 
     prefix   magic, checksum of the prefix, LSN, length of the head, number of arrays, checksum of table and head
-    table    of each array: its bytes and two sums over it
+    table    the number of bytes of each array and two sums over it
     head     JSON
-    arrays   as they lie in memory
+    arrays   raw memory
 
-Two kinds of checksum. What is small is under zlib's crc32. Arrays are under two sums over their 32-bit words w_1..w_n,
-both in 64 bits: S = sum of w_i and T = sum of i * w_i. A change of up to two words always shows: it moves S, or it
-moves one word by d and another by -d, and then T by d * (i - j), which is not 0 and too small to wrap. So does a
-stretch that reads as zeros, and a cut shows in the length. Per MB, on a busy machine: crc32 240 to 475 us, sums 30.
+There are two kinds of checksum. Small parts have zlib's crc32. Arrays have two sums over their 32-bit words w_1..w_n,
+both in 64 bits: S = sum of w_i and T = sum of i * w_i. A change of up to two words is always detected: it changes S, or
+it changes one word by d and another by -d, and then T by d * (i - j), which is not 0 and too small to wrap. A range
+that reads as zeros is detected as well, and truncation changes the length. Per MB, on a busy machine, crc32 takes 240
+to 475 us and the sums 30 us.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def _sums(words: NDArray[np.uint32]) -> tuple[np.uint64, np.uint64]:
 
 
 class TornRecord(Exception):
-    """The file ends inside a record: what a process leaves that was killed while it wrote."""
+    """The file ends inside a record, because its process was killed while it wrote."""
 
 
 @dataclass(frozen=True)
 class MessageRecord:
-    """A frame that was read, its LSN, and where the next one begins."""
+    """A message that was read from a file, its LSN, and the offset of the next record."""
 
     lsn: int
     frame: WireMessage
@@ -65,7 +66,7 @@ class MessageRecord:
 
 
 def sums(body: Any) -> tuple[int, int]:
-    """S and T of bytes of any length; the last word is filled up with zeros."""
+    """Return the sums S and T of bytes of any length; the last word is padded with zeros."""
     view = memoryview(body)
     whole = view.nbytes // 4
     plain, weighted = _sums(readable(np.frombuffer(view, np.uint32, whole), np.uint32)) if whole else (0, 0)
@@ -74,7 +75,7 @@ def sums(body: Any) -> tuple[int, int]:
 
 
 def encode(lsn: int, frame: WireMessage) -> list[Any]:
-    """The buffers to write, one after the other. Arrays are not copied."""
+    """Return the buffers of a record, to be written in order. Arrays are not copied."""
     head, bodies = pack(frame)
     rest = b"".join([_ENTRY.pack(body.nbytes, *sums(body)) for body in bodies]) + head
     fields = (lsn, len(head), len(bodies), zlib.crc32(rest))
@@ -83,7 +84,7 @@ def encode(lsn: int, frame: WireMessage) -> list[Any]:
 
 
 def write_all(handle: int, buffers: list[Any]) -> int:
-    """Write every byte of ``buffers`` in their order; returns how many."""
+    """Write every byte of ``buffers`` in order, and return the number of bytes."""
     left = [memoryview(buffer).cast("B") for buffer in buffers]
     total = sum(view.nbytes for view in left)
     while left:
@@ -96,9 +97,9 @@ def write_all(handle: int, buffers: list[Any]) -> int:
 
 
 def read(handle: int, path: Path, offset: int, size: int) -> MessageRecord:
-    """The record at ``offset`` of an open file of ``size`` bytes, verified.
+    """Read and verify the record at ``offset`` of an open file of ``size`` bytes.
 
-    ``TornRecord`` when the file ends inside it, ``CheckpointError`` when it is not what was written.
+    Raises ``TornRecord`` if the file ends inside the record, and ``CheckpointError`` if the record is damaged.
     """
     prefix = _exactly(handle, offset, _PREFIX.size, size).tobytes()
     magic, crc, lsn, head_bytes, arrays, rest_crc = _PREFIX.unpack(prefix)
@@ -127,7 +128,7 @@ def read(handle: int, path: Path, offset: int, size: int) -> MessageRecord:
 
 
 def damaged(path: Path, offset: int) -> CheckpointError:
-    """Bytes that are not those that were written."""
+    """Return the error for a record that does not match its checksum."""
     return CheckpointError(
         f"{path} is damaged at byte {offset}: it does not match its checksum; "
         "restore the file from a copy, or remove its directory and load an earlier checkpoint"
@@ -135,7 +136,7 @@ def damaged(path: Path, offset: int) -> CheckpointError:
 
 
 def only_zeros(handle: int, offset: int, size: int) -> bool:
-    """Whether nothing but zeros follows: what some file systems show after a power cut of what was never written."""
+    """Return True if only zeros follow: some file systems show them after a power cut in place of unwritten data."""
     while offset < size:
         piece = os.pread(handle, 1 << 20, offset)
         if not piece or piece.count(0) != len(piece):
@@ -145,7 +146,10 @@ def only_zeros(handle: int, offset: int, size: int) -> bool:
 
 
 def _exactly(handle: int, offset: int, nbytes: int, size: int) -> NDArray[np.uint8]:
-    """So many bytes in memory of their own, which is not set aside before the file is known to hold them."""
+    """Read exactly ``nbytes`` bytes into new memory, which is allocated only if the file is long enough.
+
+    Raises ``TornRecord`` if the file is too short.
+    """
     if offset + nbytes > size:
         raise TornRecord
     content = np.empty(nbytes, np.uint8)

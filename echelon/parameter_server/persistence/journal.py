@@ -1,7 +1,7 @@
 """The journal: every change of a shard, in the order in which it was applied, in segment files.
 
 A segment ``journal-00000012.seg`` holds records without gaps, LSN after LSN. A process that is killed while it writes
-leaves a last record that ends too early: it was never answered, and is cut off. Everything else that does not fit is an
+leaves a torn last record: its request was never answered, so the record is cut off. Any other inconsistency is an
 error. Without ``fsync`` a record survives the end of the process, but not a power cut of the host.
 """
 
@@ -27,19 +27,19 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segments(directory: Path) -> dict[int, Path]:
-    """The segments in a directory by their number, in order."""
+    """Return the segments in a directory by number, in ascending order."""
     numbers = {path: segment_number(path.name) for path in directory.iterdir()}
     return dict(sorted((number, path) for path, number in numbers.items() if number is not None))
 
 
 def segment_number(name: str) -> int | None:
-    """The number in a segment's name; None when it is another file."""
+    """Return the number in a segment's name; None for any other file."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 class JournalSegment:
-    """One segment that is being written. Not thread-safe: a shard appends under its apply lock."""
+    """One segment that is being written. It is not thread-safe: a shard appends under its apply lock."""
 
     def __init__(self, directory: Path, number: int, *, fsync: bool = False) -> None:
         self.number, self.path, self.size = number, segment_path(directory, number), 0
@@ -52,8 +52,8 @@ class JournalSegment:
             raise CheckpointError(cannot_write(self.path, error)) from None
 
     def append(self, buffers: list[Any]) -> None:
-        """Write a record whole, or leave the file as it was and say why."""
-        if self._torn:  # a record behind a torn one could not be read again
+        """Write a complete record, or leave the file unchanged and raise ``CheckpointError``."""
+        if self._torn:  # a record after a torn one could not be read
             raise CheckpointError(f"{self.path} ends in a torn record; nothing can be written after it")
         try:
             written = write_all(self._handle, buffers)
@@ -77,7 +77,7 @@ class JournalSegment:
 
 
 def replay(directory: Path, first: int, after: int, only_first: bool = False) -> Iterator[MessageRecord]:
-    """The records behind LSN ``after``, from segment ``first`` on. A torn tail of the last segment is cut off."""
+    """Yield the records after LSN ``after``, from segment ``first`` on. A torn tail of the last segment is cut off."""
     found = [number for number in segments(directory) if number == first or (number > first and not only_first)]
     if found and found != list(range(first, found[-1] + 1)):
         missing = next(number for number in range(first, found[-1]) if number not in found)
@@ -112,7 +112,7 @@ def _records(path: Path, last: bool) -> Iterator[MessageRecord]:
 
 
 def _cut(handle: int, path: Path, offset: int, size: int, last: bool, why: Exception) -> None:
-    """Cut a torn tail off and say so; raise when it is something else."""
+    """Cut a torn tail off and print a notice. Raises ``CheckpointError`` for any other damage."""
     if not last or not (isinstance(why, TornRecord) or only_zeros(handle, offset, size)):
         if isinstance(why, CheckpointError):
             raise why from None

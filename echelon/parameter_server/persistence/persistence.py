@@ -1,4 +1,4 @@
-"""``ShardPersistence``: what makes a shard outlive its process. Journal, snapshots beside training, checkpoints."""
+"""``ShardPersistence``: keeps a shard's state beyond its process by journal, background snapshots and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from echelon.parameter_server.protocol.hashing import stable_hash
 from echelon.parameter_server.protocol.job_spec import PersistenceSettings
 from echelon.parameter_server.protocol.message import WireMessage
 
-#: A chain of more deltas is made a base again, however small they are.
+#: Most deltas in a chain, however small they are; then a new base is written.
 MAX_DELTAS = 256
-#: Seconds until a replica that fell behind is tried again.
+#: Seconds until a replica that fell behind is updated again.
 CATCH_UP = 1.0
-#: Seconds before a snapshot that failed is tried again.
+#: Seconds before a failed snapshot is tried again.
 AFTER_FAILURE = 5.0
 
 
 def home_of(state: Path, session: str, server: int) -> Path:
-    """Where a server keeps the state of a session."""
+    """Return the directory in which a server keeps the state of a session."""
     return state / f"{stable_hash(session):016x}" / f"server-{server}"
 
 
 class ShardPersistence:
-    """Keeps one shard under ``directory``.
+    """The persistent state of one shard under ``directory``.
 
-    mirror:         carries a frame to the next server; with ``settings.replica`` the journal goes there too
-    journal_limit:  bytes of journal that call for a snapshot before its time; None: as the settings say
-    fsync:          put every record on the disk before it is answered: survives a power cut, costs milliseconds
+    mirror:         function that sends a message to the next server, which keeps the replica if ``settings.replica``
+    journal_limit:  bytes of journal that trigger an early snapshot; default ``settings.journal_mb``
+    fsync:          sync every record to disk before it is answered, which survives a power cut and costs milliseconds;
+                    default False
     """
 
     def __init__(
@@ -64,10 +65,13 @@ class ShardPersistence:
         self._mirrors = ReplicaHost(directory)
         self._replica = RemoteReplica(mirror, shard.server, directory) if mirror and settings.replica else None
 
-    # ---- coming and going ----
+    # ---- start and end ----
 
     def start(self) -> bool:
-        """Restore what the directory holds, or begin it; then take snapshots from time to time. Whether it restored."""
+        """Restore the state in the directory, or begin a new one, and start periodic snapshots.
+
+        The result is True if a state was restored.
+        """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._replica is not None:
             self._replica.fetch()
@@ -87,7 +91,10 @@ class ShardPersistence:
         return manifest is not None
 
     def close(self) -> None:
-        """Stop. What is in the journal stays there. Also under the shard's lock: nothing waits for it any longer."""
+        """Stop the snapshots; the journal stays in place.
+
+        The caller may hold the shard's lock, because the snapshot thread stops waiting for it.
+        """
         self._closed = True
         self._stopped.set()
         self._due.set()
@@ -98,12 +105,15 @@ class ShardPersistence:
 
     @contextmanager
     def _held(self) -> Iterator[RestorableShard]:
-        """The shard under its lock, unless this keeper is closed: then the shard may be another job's."""
+        """Hold the shard's lock inside the context.
+
+        Raises ``CheckpointError`` if this object is closed, because the shard may then have another job.
+        """
         while not self._shard.lock.acquire(timeout=0.1):
             self._check_open()
         try:
             self._check_open()
-            if self._shard.broken:  # the journal has the truth, and a restart replays it
+            if self._shard.broken:  # the journal has the correct state, and a restart replays it
                 raise CheckpointError(f"what server {self._shard.server} holds is not kept: {self._shard.broken}")
             yield self._shard
         finally:
@@ -116,7 +126,7 @@ class ShardPersistence:
     # ---- every change ----
 
     def append(self, frame: WireMessage) -> None:
-        """Write a change before it is applied. The caller holds the shard's lock."""
+        """Journal a change before it is applied. The caller holds the shard's lock."""
         if self._closed:
             raise PeerLost(f"server {self._shard.server} is going; what it was sent is not written down")
         if self._segment is None:
@@ -129,20 +139,23 @@ class ShardPersistence:
             self._due.set()
 
     def handle(self, frame: WireMessage) -> WireMessage:
-        """Answer ``mirror`` and ``mirrored`` of another server; not under the shard's lock."""
+        """Answer ``mirror`` and ``mirrored`` of another server. The caller does not hold the shard's lock."""
         return self._mirrors.handle(frame)
 
     # ---- snapshots ----
 
     def snapshot(self, base: bool | None = None) -> int:
-        """Take one now, a base or a delta (None: as it seems best); a base where there is none. Returns its number."""
+        """Take a snapshot now and return its number.
+
+        base:  write a base instead of a delta; None (default): choose by size. The first snapshot is always a base
+        """
         with self._one_at_a_time:
             base = self._too_many_deltas() if base is None else base
             earlier = self._manifest.chain if self._manifest is not None and not (base or self._rebase) else ()
             number = self._manifest.number + 1 if self._manifest is not None else 1
             with self._held() as shard:
                 lsn, facts, segment = shard.lsn, list(shard.facts()), self._rotate()
-            self._rebase = True  # until this one is complete, the rows it marks as saved are not
+            self._rebase = True  # until this snapshot is complete, the rows that it marks as saved are not saved
             about = {"kind": "delta" if earlier else "base", "number": number, **self._about()}
             path = self._directory / f"snapshot-{number:08d}.rec"
             written = write(self._held, path, about, facts, lsn=lsn, delta=bool(earlier), clean=True)
@@ -161,9 +174,10 @@ class ShardPersistence:
             self._replica.follow(manifest)
 
     def _rotate(self) -> int:
-        """Go on in a new segment; its number. Under the shard's lock.
+        """Continue in a new journal segment and return its number. The caller holds the shard's lock.
 
-        Without a journal there is one only while a snapshot is taken: it brings buckets of different moments together.
+        If the journal is off, there is a segment only while a snapshot is taken: its replay brings the buckets, which
+        are copied at different times, to one state.
         """
         earlier, self._segment = self._segment, JournalSegment(self._directory, self._next_segment, fsync=self._fsync)
         if earlier is not None:
@@ -174,7 +188,7 @@ class ShardPersistence:
         return self._segment.number
 
     def _stop_journal(self) -> None:
-        """Under the shard's lock."""
+        """Close the journal segment. The caller holds the shard's lock."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -183,14 +197,17 @@ class ShardPersistence:
         return {"server": self._shard.server, "job": self._shard.job.to_json()}
 
     def _too_many_deltas(self) -> bool:
-        """Deltas that are together larger than the base cost more to restore and to keep than a new base."""
+        """Return True if a new base is better: deltas larger than the base cost more to restore and to store."""
         if self._manifest is None:
             return True
         base, *deltas = self._manifest.chain
         return len(deltas) >= MAX_DELTAS or sum(part.bytes for part in deltas) > base.bytes
 
     def _sweep(self) -> None:
-        """Remove what the manifest no longer needs, and what interrupted writes left. Other files are not ours."""
+        """Remove snapshots and segments that the manifest no longer needs, and files of interrupted writes.
+
+        Other files are left alone.
+        """
         manifest = self._manifest
         keep = {part.file for part in manifest.chain} if manifest is not None else set()
         for pattern in ("snapshot-*.rec", ".*.writing"):
@@ -225,10 +242,10 @@ class ShardPersistence:
     # ---- checkpoints ----
 
     def save(self, path: Path, step: int) -> None:
-        """Write this server's part of a checkpoint, while others may go on training.
+        """Write this server's part of a checkpoint while training may continue.
 
-        A step of a synchronous job that is applied meanwhile would mix two versions: then it is written once more, with
-        changes held up. Elsewhere updates have no common moment, and each bucket is as of its own.
+        If a step of a synchronous job is applied meanwhile, the file mixes two versions: then it is written again while
+        changes are blocked. In the other modes updates are not synchronized, and each bucket has its own version.
         """
         with self._one_at_a_time:
             if self._save(path, step) or self._shard.job.mode != "sync":
@@ -237,14 +254,17 @@ class ShardPersistence:
                 self._save(path, step)
 
     def _save(self, path: Path, step: int) -> bool:
-        """Write it; whether the version stayed the same."""
+        """Write this server's part, and return True if the version stayed the same."""
         with self._held() as shard:
             lsn, version, facts = shard.lsn, shard.version, list(shard.facts())
         save_part(self._held, path, shard.server, shard.job, step, facts, lsn)
         return shard.version == version
 
     def load(self, path: Path) -> int:
-        """Replace the shard's state by its share of a checkpoint of any number of servers; the checkpoint's step."""
+        """Replace the shard's state by its part of a checkpoint, and return the checkpoint's step.
+
+        The checkpoint may be of any number of servers.
+        """
         with self._one_at_a_time, ServerCheckpoint(path) as saved:
             check(self._shard, saved)
             saved.verify()
@@ -254,18 +274,18 @@ class ShardPersistence:
             return saved.step
 
     def export(self, path: Path, table: str, format: str, since: int | None = None) -> tuple[int, int]:
-        """Write a table, or what changed since snapshot ``since``; how many rows, and the snapshot it is the state of.
+        """Write a table, or its changes since snapshot ``since``; return the row count and the snapshot's number.
 
-        With several servers ``path`` becomes a directory with a part of each.
+        With several servers ``path`` becomes a directory with one part per server.
         """
         if table not in self._shard.tables:
             raise UsageError(f"no table '{table}' to export{nearest(table, self._shard.tables)}")
         with ExitStack() as stack:
             with self._one_at_a_time:
-                # a base costs what writing the table costs, and later deltas can then be told apart from it
+                # a base costs as much as writing the table, and later exports can be deltas to it
                 number = self.snapshot(base=since is None)
                 assert self._manifest is not None
-                # a file that is open stays readable when a later snapshot removes it
+                # an open file stays readable when a later snapshot removes it
                 chain = self._manifest.opened(self._directory, stack, since)
             servers = self._shard.job.servers
             out = path if servers == 1 else path / f"part-{self._shard.server}-of-{servers}.{format}"

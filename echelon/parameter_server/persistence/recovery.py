@@ -1,4 +1,4 @@
-"""What a server that starts finds of the job that it held before: on its own disk, or on its neighbour's."""
+"""Recovery of a starting server: finds the job that it held before, on its own disk or on its neighbor's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
 from echelon.parameter_server.persistence.snapshot import SnapshotFile
 from echelon.parameter_server.protocol.message import WireMessage
 
-#: Asked of a server by a server: which session it has open. Answered even while it is starting itself.
+#: Request between servers for the open session. A server answers it even while it is starting.
 SESSION = "session"
 
 
 def find_job(state: Path, server: int, ask: Callable[[WireMessage], WireMessage] | None) -> dict[str, Any] | None:
-    """The job, in its JSON form, whose state this server has or can fetch; None: there is none.
+    """Return the JSON form of the job whose state this server has or can fetch; None if there is none.
 
-    ask:  carries a frame to the next server, which may hold a replica
+    ask:  function that sends a message to the next server, which may hold a replica
     """
     home = _newest_home(state, server)
     if home is None and ask is not None:
@@ -29,7 +29,7 @@ def find_job(state: Path, server: int, ask: Callable[[WireMessage], WireMessage]
 
 
 def _newest_home(state: Path, server: int) -> Path | None:
-    """Of the sessions that were served from here, the one that was written to last."""
+    """Return the directory of the session that was written to last; None if there is none."""
     homes = [manifest.parent for manifest in state.glob(f"*/{home_of(state, '', server).name}/{MANIFEST}")]
     return max(homes, key=lambda home: max(path.stat().st_mtime for path in home.iterdir()), default=None)
 
@@ -37,7 +37,7 @@ def _newest_home(state: Path, server: int) -> Path | None:
 def _fetched_home(state: Path, server: int, ask: Callable[[WireMessage], WireMessage]) -> Path | None:
     try:
         session = ask(WireMessage({"op": SESSION, "worker": -1})).head.get(SESSION)
-    except EchelonError:  # it is not there; if it had a replica, the workers will say that state was lost
+    except EchelonError:  # the neighbor is down; if it had a replica, the workers will report the lost state
         return None
     if not isinstance(session, str):
         return None

@@ -1,9 +1,9 @@
-"""A replica of a server's files on the next server: byte for byte, record by record.
+"""Replication of a server's files to the next server, byte for byte and record by record.
 
-``RemoteReplica`` is the owner's side, ``ReplicaHost`` the side that keeps. Journals are sent before a push is answered;
-snapshots follow when they are complete, then the manifest, then what it no longer needs goes. A neighbour that does not
-answer, or lacks what came before, does not stop training: the replica is behind, says so once, and the next snapshot
-brings it up to date.
+``RemoteReplica`` is the owner's side, ``ReplicaHost`` the storing side. Journal records are sent before a push is
+answered; snapshots are sent when they are complete, then the manifest, and then files that the manifest does not need
+are removed. A neighbor that does not answer, or lacks earlier bytes, does not stop training: the replica is behind, one
+line is printed, and the next snapshot brings the replica up to date.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from echelon.parameter_server.persistence.journal import segment_number
 from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
 from echelon.parameter_server.protocol.message import MAX_ARRAYS, WireMessage
 
-#: Names that a peer may ask this server to write or read.
+#: Names of files that a peer may write or read on this server.
 _NAME = re.compile(r"journal-\d{8,12}\.seg|snapshot-\d{8,12}\.rec|manifest\.json")
 _PIECE = 8 << 20
 
 
 class ReplicaHost:
-    """The files of other servers that this one keeps, under ``directory``/mirror-of-N."""
+    """The files of other servers that this server stores, under ``directory``/mirror-of-N."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def handle(self, frame: WireMessage) -> WireMessage:
-        """Answer ``mirror`` and ``mirrored``. Takes no lock of the shard: two servers may mirror each other."""
+        """Answer ``mirror`` and ``mirrored``. This takes no lock of the shard, as two servers may mirror each other."""
         head = frame.head
         server = head.get("server")
         if type(server) is not int or server < 0:
@@ -82,19 +82,19 @@ class ReplicaHost:
 
 
 class RemoteReplica:
-    """This server's files on the next server."""
+    """The copy of this server's files on the next server."""
 
     def __init__(self, call: Callable[[WireMessage], WireMessage], server: int, directory: Path) -> None:
         self._call, self._server, self._directory = call, server, directory
-        self.behind = True  #: the neighbour lacks something; the next segment starts anew
+        self.behind = True  #: the neighbor lacks data; sending resumes with the next segment
         self._said = False
 
     def begin(self) -> None:
-        """A new segment begins: what follows is sent again."""
+        """Resume sending, because a new segment begins."""
         self.behind = False
 
     def append(self, file: str, offset: int, buffers: Sequence[Any]) -> None:
-        """Send a record that was just written. Returns when the neighbour has it, or is known to be behind."""
+        """Send a record that was just written; return when the neighbor has it or is known to be behind."""
         if self.behind:
             return
         pieces = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
@@ -103,12 +103,12 @@ class RemoteReplica:
         self._guarded(lambda: self._send(file, offset, pieces))
 
     def follow(self, manifest: Manifest) -> None:
-        """A snapshot is complete: send what it consists of, then let go of what it replaces."""
+        """Send the files of a complete snapshot, then remove the replaced ones from the replica."""
         if not self.behind:
             self._guarded(lambda: self._follow(manifest))
 
     def fetch(self) -> bool:
-        """Bring what this server lost of its own files back from the neighbour; whether anything came."""
+        """Fetch this server's lost files from the neighbor, and return True if there were any."""
         try:
             there: dict[str, int] = self._ask({"op": "mirrored"}).head["files"]
         except (EchelonError, KeyError) as error:
@@ -120,7 +120,10 @@ class RemoteReplica:
         return bool(lost)
 
     def _lost(self, there: dict[str, int]) -> list[str]:
-        """What the neighbour has and this server needs: everything, or what its own manifest names and it lacks."""
+        """Return the files that this server needs from the neighbor.
+
+        Without a manifest of its own it needs all of them; else those that the manifest needs and the disk lacks.
+        """
         own = Manifest.read(self._directory)
         if own is None:
             return list(there)
@@ -206,7 +209,7 @@ def _count(head: dict[str, Any], name: str) -> int:
 
 
 def _trim(home: Path, keep: Sequence[str], segment: int) -> None:
-    """Remove segments before ``segment``, and other files that are not to be kept."""
+    """Remove segments before ``segment``, and other files that are not in ``keep``."""
     for path in home.iterdir():
         number = segment_number(path.name)
         if path.name not in keep if number is None else number < segment:

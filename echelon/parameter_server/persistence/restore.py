@@ -1,12 +1,12 @@
-"""What a server's directory says its state is, and a shard brought back to it.
+"""The manifest of a server's directory, and the restoration of a shard from it.
 
-    manifest.json             which snapshot files hold the state, and from which journal segment on to replay
+    manifest.json             the snapshot files of the state, and the first journal segment to replay
     snapshot-00000007.rec     a base or a delta
-    journal-00000012.seg      changes since
-    mirror-of-2/              the same files of server 2, whose replica this server keeps
+    journal-00000012.seg      changes since the snapshot
+    mirror-of-2/              the same files of server 2, whose replica this server stores
 
 The manifest is replaced by a rename, so a kill at any moment leaves the earlier state or the later one, and the journal
-for both. Files that no manifest names are leftovers.
+for both. Files that the manifest does not name are leftovers.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class SnapshotChainFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The newest complete snapshot: its LSN, the segment that follows, the base and the deltas it consists of.
+    """The newest complete snapshot: its LSN, the segment that follows it, and the chain of its base and deltas.
 
-    bridge:  there is no journal but this segment, which brings the buckets to one moment
+    bridge:  the journal is off except for this segment, whose replay brings all buckets to one state
     """
 
     number: int
@@ -65,11 +65,11 @@ class Manifest:
     chain: tuple[SnapshotChainFile, ...]
 
     def needs(self, segment: int) -> bool:
-        """Whether a restore replays the segment of this number."""
+        """Return True if a restore replays the segment with this number."""
         return segment == self.segment if self.bridge else segment >= self.segment
 
     def write(self, directory: Path) -> None:
-        """Make this what the directory's state is."""
+        """Write this manifest as the current one of the directory."""
         write_json(directory / MANIFEST, dataclasses.asdict(self))
 
     @classmethod
@@ -85,7 +85,7 @@ class Manifest:
             raise CheckpointError(f"{path} is not a manifest of ours; restore it from a copy") from None
 
     def opened(self, directory: Path, stack: ExitStack, since: int | None = None) -> list[SnapshotFile]:
-        """The files of the chain, or those after snapshot ``since``, open and checked as wholes."""
+        """Open the files of the chain, or those after snapshot ``since``, and check their size and index."""
         if since is not None and not self.chain[0].number <= since < self.number:
             raise UsageError(
                 f"changes since snapshot {since} cannot be told apart: this server knows those since "
@@ -96,7 +96,7 @@ class Manifest:
 
 
 def write_json(path: Path, plain: dict[str, Any]) -> None:
-    """A small file with a checksum, complete under its name or not there."""
+    """Write a small JSON file with a checksum atomically."""
     text = json.dumps(plain, separators=(",", ":"), sort_keys=True)
     aside = path.with_name(f".{path.name}.writing")
     try:
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class RestorableShard(PersistableShard, Protocol):
-    """What a shard offers to be brought back."""
+    """Interface of a shard that can be restored."""
 
     @property
     def lock(self) -> Any: ...
@@ -138,31 +138,31 @@ class RestorableShard(PersistableShard, Protocol):
 
     @property
     def broken(self) -> str:
-        """Why the state is not what its journal says; '' where it is."""
+        """Reason why the state does not match its journal; '' if it does."""
         ...
 
     def facts(self) -> Sequence[WireMessage]:
-        """Everything but rows and dense blocks: version, sequence numbers, members, pending pushes, ..."""
+        """Return the state except rows and dense blocks: version, sequence numbers, members, pending pushes, ..."""
         ...
 
     def restore_facts(self, facts: Sequence[WireMessage]) -> None: ...
 
     def load_facts(self, facts: Sequence[WireMessage]) -> None:
-        """Of a checkpoint: version and table steps, but not who was there."""
+        """Load the part of a checkpoint's facts that belongs to its rows and blocks, such as table steps."""
         ...
 
     def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
-        """Changes up to these LSNs do not touch a bucket, or the dense blocks: they are in what was restored."""
+        """Skip changes up to these LSNs in each bucket and in the dense blocks, because they are restored already."""
 
     def apply(self, frame: WireMessage) -> Any:
-        """Make a change that the journal holds, as when it was made first."""
+        """Apply a change from the journal, with the same result as the first time."""
 
     def forget(self) -> None:
-        """Drop all rows, blocks and facts: a shard as it was when the job opened."""
+        """Drop all rows and blocks, as if the job had just opened."""
 
 
 def restore(shard: RestorableShard, directory: Path, manifest: Manifest) -> int:
-    """Bring the shard to the state of ``directory``, all of it or nothing; how many changes were replayed."""
+    """Restore the shard from ``directory``, completely or not at all; return the number of replayed changes."""
     try:
         with shard.lock, ExitStack() as stack:
             files = manifest.opened(directory, stack)
@@ -189,7 +189,7 @@ def restore(shard: RestorableShard, directory: Path, manifest: Manifest) -> int:
 
 
 def _put(tables: Mapping[str, Table], file: SnapshotFile) -> None:
-    """A base's or delta's rows into the tables; they count as saved."""
+    """Put the rows of a base or a delta into the tables, and mark them as saved."""
     for name, places in file.places.items():
         if name not in tables:
             raise CheckpointError(
@@ -203,7 +203,7 @@ def _put(tables: Mapping[str, Table], file: SnapshotFile) -> None:
 
 
 def put_rows(table: Table, name: str, bucket: int, rows: BucketRows, path: Path) -> None:
-    """Rows of a file into a table, if they are of its shape."""
+    """Put rows of a file into a table. Raises ``CheckpointError`` if they have another shape."""
     if rows.records.ndim != 2 or rows.records.shape[1] != table.words or len(rows.records) != len(rows.ids):
         raise CheckpointError(
             f"{path} holds rows of {rows.records.shape[1:]} words for the table '{name}', which has {table.words}; "

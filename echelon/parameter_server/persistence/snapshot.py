@@ -1,8 +1,9 @@
-"""One file with the state of one server: its facts, its tables bucket by bucket, its dense blocks, and where they lie.
+"""The snapshot file, with the state of one server: its facts, its tables by bucket, its dense blocks, and an index.
 
-The same file is a base (all rows), a delta (rows that changed, ids that went) and a server's part of a checkpoint.
-Records in it: ``about``, facts, buckets, dense arrays, and last the index. A bucket, or a few small ones, is taken
-under the shard's lock and written after it is let go: training waits for no more, and no more is in memory twice.
+The same format serves for a base (all rows), a delta (changed rows, removed ids) and a server's part of a checkpoint.
+Its records are ``about``, facts, buckets, dense arrays, and last the index. A bucket, or a few small ones, is copied
+under the shard's lock and written after the lock is released: training waits only for that copy, and only that much is
+in memory twice.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from echelon.parameter_server.server.dense import DenseShard
 from echelon.parameter_server.table import BucketRows, Table
 
 FORMAT = 1
-#: Small buckets are taken together until they are as large as this, or took so many seconds: a busy lock that is asked
-#: for a thousand times makes a snapshot long.
+#: Small buckets are copied together up to this many bytes or seconds: taking a busy lock a thousand times would make a
+#: snapshot slow.
 _TOGETHER, _MOMENT = 1 << 20, 0.001
 
 
 class PersistableShard(Protocol):
-    """What a shard offers to be kept. All of it is called under the shard's lock."""
+    """Interface of a shard that can be stored. All of it is used under the shard's lock."""
 
     @property
     def lsn(self) -> int: ...
@@ -46,7 +47,7 @@ class PersistableShard(Protocol):
 
 @dataclass(frozen=True)
 class SnapshotFileStats:
-    """A finished file: its size, where its index begins, and what its rows weigh."""
+    """Statistics of a finished file: its bytes, the offset of its index, and the number of its rows and removed ids."""
 
     bytes: int
     index: int
@@ -55,10 +56,10 @@ class SnapshotFileStats:
 
 @dataclass
 class BucketLocation:
-    """Where a bucket lies in the file, and the LSN up to which it is right."""
+    """The offset of a bucket in the file, and the LSN up to which the bucket includes all changes."""
 
     lsn: int
-    offset: int  # -1: nothing changed, nothing written
+    offset: int  # -1: nothing changed, so nothing was written
     rows: int
 
 
@@ -70,7 +71,7 @@ class RecordFileWriter:
         self._handle = self._guarded(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
 
     def add(self, lsn: int, frame: WireMessage) -> int:
-        """Write a record; where it lies."""
+        """Write a record and return its offset."""
         offset = self.size
         self.size += self._guarded(lambda: write_all(self._handle, encode(lsn, frame)))
         return offset
@@ -95,11 +96,11 @@ Held = Callable[[], AbstractContextManager[PersistableShard]]
 def write(
     held: Held, path: Path, about: dict[str, Any], facts: Sequence[WireMessage], *, lsn: int, delta: bool, clean: bool
 ) -> SnapshotFileStats:
-    """Write the shard's state to ``path``; on the disk when this returns.
+    """Write the shard's state to ``path`` and sync it to disk.
 
-    lsn:    that ``facts`` belong to
-    delta:  only what changed since the last time with ``clean``
-    clean:  what is written counts as saved: the next delta begins here
+    lsn:    LSN of ``facts``
+    delta:  write only what changed since the last call with ``clean``
+    clean:  mark the written rows as saved, so that the next delta begins here
     """
     file = RecordFileWriter(path)
     try:
@@ -133,7 +134,7 @@ def _write_table(
 
 
 def _take(table: Table, left: list[int], delta: bool, clean: bool) -> list[tuple[int, BucketRows]]:
-    """The next bucket of ``left`` (from its end), and more if they are small."""
+    """Copy the next bucket of ``left`` (from its end), and more buckets if they are small."""
     taken: list[tuple[int, BucketRows]] = []
     nbytes, until = 0, time.monotonic() + _MOMENT
     while left and not (taken and (nbytes >= _TOGETHER or time.monotonic() > until)):
@@ -147,7 +148,7 @@ def _take(table: Table, left: list[int], delta: bool, clean: bool) -> list[tuple
 
 
 def _write_dense(held: Held, file: RecordFileWriter) -> tuple[int, list[int]]:
-    """All dense blocks are of one LSN: copied under the lock, written after it."""
+    """Copy all dense blocks under the lock, so that they have one LSN, and write them after its release."""
     with held() as shard:
         lsn, arrays = shard.lsn, shard.dense.to_arrays()
     return lsn, [file.add(lsn, WireMessage({"dense": name}, [arrays.pop(name)])) for name in list(arrays)]
@@ -155,7 +156,7 @@ def _write_dense(held: Held, file: RecordFileWriter) -> tuple[int, list[int]]:
 
 @dataclass
 class SnapshotFile:
-    """A file that was written, open for reading. What is read is verified."""
+    """A snapshot file that is open for reading. Everything read from it is verified."""
 
     path: Path
     bytes: int
@@ -195,7 +196,7 @@ class SnapshotFile:
             start += count
 
     def at(self, offset: int) -> MessageRecord:
-        """The record that begins at ``offset``."""
+        """Return the record that begins at ``offset``."""
         try:
             return read(self._handle, self.path, offset, self.bytes)
         except TornRecord:
@@ -216,7 +217,7 @@ class SnapshotFile:
             yield frame.head["dense"], frame.arrays[0]
 
     def rows(self, table: str, bucket: int) -> BucketRows | None:
-        """The rows of a bucket; None when the file has none of it."""
+        """Return the rows of a bucket; None if the file has none."""
         place = self.places.get(table, {}).get(bucket)
         if place is None or place.offset < 0:
             return None
@@ -224,14 +225,14 @@ class SnapshotFile:
         return BucketRows(ids, records, removed)
 
     def verify(self) -> None:
-        """Read everything once: raises when anything is not as it was written."""
+        """Read and check the whole file. Raises ``CheckpointError`` if a record is damaged."""
         offset = 0
         while offset < self.bytes:
             offset = self.at(offset).end
 
 
 def merge_delta_rows(older: BucketRows | None, newer: BucketRows | None) -> BucketRows | None:
-    """A bucket's rows with a later delta upon them."""
+    """Return a bucket's rows after a later delta is applied to them."""
     if older is None or newer is None:
         return newer if older is None else older
     kept = ~np.isin(older.ids, np.concatenate([newer.ids, newer.removed]))

@@ -1,9 +1,9 @@
-"""A table as a file that other programs read: Parquet or safetensors, whole or what changed since a snapshot.
+"""Export of a table to Parquet or safetensors, completely or only the changes since a snapshot.
 
-    Parquet      columns ``id`` (int64) and ``weights`` (a list of ``dim`` float32; null in a delta: the row is gone)
+    Parquet      columns ``id`` (int64) and ``weights`` (a list of ``dim`` float32; null in a delta: removed row)
     safetensors  tensors ``ids`` [n], ``weights`` [n, dim], and in a delta ``removed`` [m]
 
-Rows pass through bucket by bucket, so memory does not grow with the table. Ids that wait for admission have no row.
+Rows are written bucket by bucket, so memory does not grow with the table. Ids that wait for admission have no row.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from echelon.parameter_server.table import BucketRows
 from echelon.parameter_server.table.records import META, WAITING
 
 Format = Literal["parquet", "safetensors"]
-#: Rows of a Parquet row group, unless they weigh more than so many bytes.
+#: A Parquet row group is written at this many rows, or at this many bytes of weights.
 _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 64 << 20
-#: Space for the header of a safetensors file, which is known when its rows are written.
+#: Bytes reserved for the header of a safetensors file, whose content is known only after the rows are written.
 _HEADER = 1024
 
 
 @dataclass(frozen=True)
 class TableExport:
-    """Rows for a file, one bucket at a time. ``delta``: ids that went are part of it."""
+    """Rows for a file, one bucket at a time; with ``delta`` the file includes the removed ids."""
 
     name: str
     dim: int
@@ -46,7 +46,7 @@ class TableExport:
 
 
 def write_table(table: TableExport, out: Path, format: str | None = None) -> int:
-    """Write ``table`` to ``out``, complete under its name or not there; how many rows."""
+    """Write ``table`` to ``out`` atomically, and return the number of rows."""
     format = format or out.suffix.removeprefix(".")
     writers = {"parquet": _write_parquet, "safetensors": _write_safetensors}
     if format not in writers:
@@ -66,7 +66,7 @@ def write_table(table: TableExport, out: Path, format: str | None = None) -> int
 def export_checkpoint(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], table: str | None = None, format: str | None = None
 ) -> int:
-    """Write a table of a checkpoint to a file, without servers; ``table`` may be left out where there is one."""
+    """Write a table of a checkpoint to a file, without servers; ``table`` may be omitted if there is only one."""
     with ServerCheckpoint(locate(checkpoint)) as saved:
         name = _chosen(table, saved.tables(), saved.path)
         dim = next(spec.dim for spec in saved.jobs[0].tables if spec.name == name)
@@ -74,7 +74,7 @@ def export_checkpoint(
 
 
 def merge_delta_chain(files: list[SnapshotFile], table: str) -> Iterator[BucketRows]:
-    """A table's buckets with every delta of a chain upon them."""
+    """Yield a table's buckets after every delta of a chain is applied to them."""
     for bucket in files[-1].places.get(table, {}):
         rows: BucketRows | None = None
         for file in files:
@@ -97,7 +97,7 @@ def _chosen(table: str | None, known: list[str], path: Path) -> str:
 
 
 def _values(rows: BucketRows, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Ids and weights of the rows that exist."""
+    """Return the ids and weights of the rows that exist."""
     there = (rows.records[:, -META] & np.uint32(WAITING)) == 0
     weights: NDArray[np.float32] = np.ascontiguousarray(rows.records[there, :dim]).view(np.float32)
     return rows.ids[there], weights
@@ -148,7 +148,7 @@ def _write_group(writer: Any, group: list[Any]) -> int:
 
 
 def _write_safetensors(table: TableExport, path: Path) -> int:
-    """Weights as they come; ids and removed ones into files beside it, which follow when their numbers are known."""
+    """Write the weights directly, and ids and removed ids to temporary files, which are appended at the end."""
     with ExitStack() as stack:
         out = stack.enter_context(path.open("wb"))
         beside = {name: _beside(stack, path.with_name(f"{path.name}-{name}")) for name in ("ids", "removed")}
@@ -169,7 +169,7 @@ def _write_safetensors(table: TableExport, path: Path) -> int:
 
 
 def _beside(stack: ExitStack, path: Path) -> BinaryIO:
-    """A file without a name: it goes with its handle."""
+    """Open a temporary file without a name, which vanishes when it is closed."""
     file = stack.enter_context(path.open("w+b"))
     path.unlink()
     return file

@@ -1,1 +1,1 @@
-"""What workers and servers send each other: messages, requests, connections."""
+"""The protocol between workers and servers: messages, requests, connections."""

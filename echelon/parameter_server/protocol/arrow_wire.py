@@ -1,7 +1,7 @@
-"""A frame as one row of a fixed Arrow schema: what travels on a stream between a worker and a server.
+"""Encoding of a message as one row of a fixed Arrow schema, for the stream between a worker and a server.
 
-Column 0 is the head, the others the arrays, each a buffer of its own. Nothing is joined together: Arrow hands the
-arrays' memory to the socket, and on the other side ``unpack`` looks at the memory that the message arrived in.
+Column 0 is the head, the others are the arrays, each in its own buffer. Nothing is copied together: Arrow hands the
+arrays' memory to the socket, and on the other side ``unpack`` reads the memory that the message arrived in.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ABSENT = [_column(b"", 0)] * MAX_ARRAYS
 
 
 def to_batch(frame: WireMessage) -> Any:
-    """The frame as a record batch of one row; its arrays must stay unchanged until it is sent."""
+    """Return the message as a record batch of one row; its arrays must stay unchanged until the batch is sent."""
     head, bodies = pack(frame)
     columns = [_column(head, len(head)), *(_column(body, body.nbytes) for body in bodies), *_ABSENT[len(bodies) :]]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
 def from_batch(batch: Any) -> WireMessage:
-    """The reverse, for a batch of ``SCHEMA``; what a stranger may have made up is checked before it is touched."""
+    """Return the message in a batch of ``SCHEMA``. The batch is untrusted, so it is checked before it is used."""
     if batch is None or batch.num_rows != 1:
         raise WireMessageError(f"a message of {0 if batch is None else batch.num_rows} rows; it must have one")
     head = _body(batch, 0)
@@ -44,7 +44,7 @@ def from_batch(batch: Any) -> WireMessage:
 
 
 class _Bodies(Sequence[memoryview]):
-    """The arrays' bytes, looked up only as far as the head names arrays."""
+    """The arrays' bytes, read only for the arrays that the head names."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -59,7 +59,7 @@ class _Bodies(Sequence[memoryview]):
 
 
 def _body(batch: Any, at: int) -> memoryview:
-    """One cell's memory. Arrow does not check offsets that came over the wire, so this does."""
+    """Return the memory of one cell. Arrow does not check offsets that came over the wire, so this function does."""
     column = batch.column(at)
     valid, offsets, data = column.buffers()
     if valid is not None or column.offset or offsets is None or offsets.size < _OFFSETS.size:

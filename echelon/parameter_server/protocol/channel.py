@@ -1,8 +1,8 @@
-"""A client's ordered link to one server: requests go out in order, answers come back in order, breaks are mended.
+"""A client's ordered channel to one server: requests and answers keep their order, and lost connections are reopened.
 
-When the connection breaks, the link connects again, says ``hello`` and sends once more whatever was not answered; the
-server knows by their numbers which of these it has already done. A caller notices only that it took longer, until the
-server has been away for ``timeout`` seconds: then everything that waits fails with one line that names it.
+When the connection breaks, the channel connects again, sends ``hello`` and resends every request without an answer; the
+server knows from their sequence numbers which of them it has already handled. A caller only sees a longer delay, until
+the server has been away for ``timeout`` seconds: then all pending requests fail with one line that names the server.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from echelon.parameter_server.protocol.message import WireMessage
 Call = Callable[[WireMessage], WireMessage]
 Hello = Callable[[Call], None]
 
-#: Seconds between attempts to connect: the first and the longest.
+#: Seconds between attempts to connect: the first delay and the longest.
 SOONEST, LATEST = 0.05, 0.4
-#: Seconds that a server may take to say that its port is open.
+#: Seconds that a server may take to answer that its port is open.
 PROBE = 2.0
-#: Requests without an answer before ``send`` waits.
+#: Largest number of requests without an answer; beyond it ``send`` waits.
 IN_FLIGHT = 64
-#: Requests whose answers do not show that the server holds anything of the job.
+#: Requests whose answers do not show that the server holds any state of the job.
 INTRODUCTIONS = ("hello", "open")
 
 
@@ -57,7 +57,7 @@ class _PendingRequest:
     answer: Future[WireMessage] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        self.answer.set_running_or_notify_cancel()  # what was sent cannot be taken back
+        self.answer.set_running_or_notify_cancel()  # a sent request cannot be cancelled
 
     def resolve(self, frame: WireMessage) -> None:
         line = frame.head.get("error")
@@ -72,14 +72,15 @@ class _PendingRequest:
 
 
 class ServerChannel:
-    """The way to one server. ``send`` may be called from several threads; their order is that of the calls.
+    """An ordered channel to one server. ``send`` may be called from several threads; requests go out in call order.
 
-    hello:    called after the connection was made anew, with a function that asks on it, before anything is sent again
-    timeout:  seconds that the server may be away while something waits for it
-    join:     seconds that it may take to come at all; as ``timeout`` by default
-    name:     what messages call the server
+    hello:      called after each reconnect, with a function that sends one request, before pending requests are resent
+    timeout:    seconds that the server may be away while a request is pending; default 60
+    join:       seconds that the server may take to start; default ``timeout``
+    name:       name of the server in error messages
+    in_flight:  largest number of requests without an answer; default 64
 
-    The arrays of a frame must stay unchanged until it is answered: it may have to be sent again.
+    The arrays of a message must stay unchanged until it is answered, because it may have to be sent again.
     """
 
     def __init__(
@@ -104,17 +105,17 @@ class ServerChannel:
         self._state = threading.Condition()  # the fields below; never held while anything is written or read
         self._waiting: deque[_PendingRequest] = deque()
         self._connection: FlightConnection | None = None
-        self._live = False  # requests go out as they come; else the thread sends those that wait
+        self._live = False  # True: ``send`` writes requests at once; False: the thread sends the pending ones
         self._over: EchelonError | None = None
         self._away_since: float | None = None
-        self._acquainted = False  # the server has answered something: one that comes back must know us
+        self._acquainted = False  # the server has answered once, so after a reconnect it must know this worker
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     # ---- for callers ----
 
     def send(self, frame: WireMessage) -> Future[WireMessage]:
-        """Send a request; its answer, later. Waits only if too many are under way."""
+        """Send a request and return a future of its answer. Waits only if too many requests are in flight."""
         waiting = _PendingRequest(to_batch(frame), str(frame.head.get("op")))
         self._room.acquire()
         with self._writing:
@@ -130,7 +131,7 @@ class ServerChannel:
                 try:
                     live.write(waiting.batch)
                 except (pa.ArrowException, OSError):
-                    live.cut()  # the thread sees it, and mends it
+                    live.cut()  # the thread notices it and reconnects
         return waiting.answer
 
     def call(self, frame: WireMessage) -> WireMessage:
@@ -138,24 +139,24 @@ class ServerChannel:
         return self.send(frame).result()
 
     def waits_for(self) -> int:
-        """Requests without an answer."""
+        """Return the number of requests without an answer."""
         return len(self._waiting)
 
     def break_off(self) -> None:
-        """Give the present connection up, for one that has gone silent without breaking."""
+        """Abandon the current connection, because it has gone silent without breaking."""
         with self._state:
             connection = self._connection
         if connection is not None:
             connection.cut()
 
     def give_up(self, error: EchelonError) -> None:
-        """Let everything that waits, and everything that comes, fail with ``error``."""
+        """Fail all pending and all later requests with ``error``."""
         self._end(error)
         self.break_off()
 
     def close(self) -> None:
-        """End the link; what still waits fails."""
-        if self._process != os.getpid():  # a child's copy: the thread and the connection are the parent's
+        """Close the channel; pending requests fail."""
+        if self._process != os.getpid():  # in a forked child: the thread and the connection belong to the parent
             return
         self._end(EchelonError(f"the link to {self.name} at {self.endpoint} is closed"))
         self.break_off()
@@ -163,13 +164,13 @@ class ServerChannel:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    # ---- the thread: connects, reads answers, mends ----
+    # ---- the thread: connects, reads answers, reconnects ----
 
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"link to {self.endpoint}", daemon=True)
             self._thread.start()
-            atexit.register(self.close)  # a thread that is inside gRPC when Python ends would abort the process
+            atexit.register(self.close)  # a thread inside gRPC at interpreter exit would abort the process
 
     def _run(self) -> None:
         try:
@@ -188,13 +189,13 @@ class ServerChannel:
             atexit.unregister(self.close)
 
     def _needed(self) -> bool:
-        """Wait until there is something to send; False when the link is over."""
+        """Wait until there is something to send; return False if the channel is closed."""
         with self._state:
             self._state.wait_for(lambda: self._waiting or self._over)
             return self._over is None
 
     def _connect(self) -> None:
-        """Have a connection on which the server has answered, before the time is up."""
+        """Open a connection on which the server has answered. Raises ``PeerLost`` when the time is up."""
         pause = SOONEST
         if self._away_since is None:
             self._away_since = time.monotonic()
@@ -220,7 +221,7 @@ class ServerChannel:
                 self._connection = connection
             connection.act("ready", {}, min(PROBE, self.timeout))
             connection.open()
-        with self._state:  # from here on, close() can cut what the thread waits for; before, it had nothing to cut
+        with self._state:  # close() may have run before there was a connection to cut; from here on it can cut this one
             if self._over is not None:
                 raise self._over
         if self._acquainted:
@@ -229,7 +230,7 @@ class ServerChannel:
                 self._hello(self._ask)
 
     def _ask(self, frame: WireMessage) -> WireMessage:
-        """One question and its answer on a fresh connection."""
+        """Send one request on a fresh connection and return its answer."""
         waiting = _PendingRequest(to_batch(frame))
         waiting.resolve(self._exchange(waiting.batch))
         return waiting.answer.result()
@@ -241,7 +242,7 @@ class ServerChannel:
             return self._connection.read()
 
     def _catch_up(self) -> None:
-        """Send what waits, one after the other: all at once could fill both directions, and both sides would wait."""
+        """Resend the pending requests one by one: all at once could fill both directions and deadlock both sides."""
         while True:
             with self._writing, self._state:
                 if not self._waiting:
@@ -259,7 +260,7 @@ class ServerChannel:
 
     def _answered(self, frame: WireMessage) -> None:
         with self._state:
-            if not self._waiting:  # closed meanwhile
+            if not self._waiting:  # the channel was closed in the meantime
                 return
             first = self._waiting.popleft()
         self._away_since, self._acquainted, self.trouble = None, True, ""
@@ -268,7 +269,7 @@ class ServerChannel:
         first.resolve(frame)
 
     def _drop(self) -> None:
-        """Let go of the connection. Nobody writes to it afterwards."""
+        """Drop the connection. No thread writes to it afterwards."""
         self.break_off()
         with self._writing, self._state:
             connection, self._connection, self._live = self._connection, None, False
@@ -277,7 +278,7 @@ class ServerChannel:
 
     @contextlib.contextmanager
     def _breaking(self) -> Any:
-        """Turn what gRPC raises into what it means: a break, or a refusal that no second try will change."""
+        """Translate gRPC errors into ``ServerConnectionLost``, or into ``EchelonError`` where a retry cannot help."""
         try:
             yield
         except (pa.ArrowException, OSError) as error:
@@ -292,7 +293,7 @@ class ServerChannel:
             raise ServerConnectionLost(explain(error, self.endpoint)) from None
 
     def _end(self, error: EchelonError) -> None:
-        """No more answers: everything that waits, and everything that comes, gets ``error``."""
+        """Close the channel and fail all pending and all later requests with ``error``."""
         with self._state:
             self._over = self._over or error
             left, self._waiting = self._waiting, deque()
@@ -318,12 +319,14 @@ class ServerChannel:
 
 
 class HeartbeatSender:
-    """Tells every server, now and then, that this worker lives.
+    """Sends the heartbeats of this worker to every server.
 
-    Its connections are its own, so that no answer that takes long holds a beat up. A link whose server has stopped
-    answering beats is broken off: a host that vanished never says so.
+    Heartbeats have their own connections, so that a slow answer does not delay them. If a server has stopped answering
+    heartbeats, its channel is made to reconnect, because a host that vanished does not close its connections.
 
-    hear:  is given each answer and the endpoint that it came from
+    every:  seconds between two heartbeats; default 2
+    links:  channels to reconnect when their server falls silent
+    hear:   callback that receives the server's endpoint and each answer
     """
 
     def __init__(
@@ -368,7 +371,7 @@ class HeartbeatSender:
             self._heard[endpoint] = time.monotonic()
             if self._hear is not None:
                 self._hear(endpoint, answer)
-        except (pa.ArrowException, OSError, EchelonError):  # whoever needs the server says what is wrong with it
+        except (pa.ArrowException, OSError, EchelonError):  # the channel that uses the server reports the error
             if endpoint in self._connections:
                 self._connections.pop(endpoint).close()
             self._suspect(endpoint)

@@ -1,4 +1,4 @@
-"""One connection to a server over Arrow Flight, and what its failures mean."""
+"""One connection to a server over Arrow Flight, and explanations of its failures."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from echelon.base.security import Security
 from echelon.parameter_server.protocol.arrow_wire import SCHEMA, from_batch
 from echelon.parameter_server.protocol.message import WireMessage
 
-#: Names the one kind of stream there is.
+#: Name of the only kind of stream.
 STREAM = b"frames"
-#: Each connection is its own, so that a failed one does not delay the next; no proxy lies between a job's processes.
+#: Connections share no subchannels, so that a failed one does not delay the next. A job's processes use no proxy.
 _CHANNEL = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
 
 class ServerConnectionLost(Exception):
-    """The connection is gone, and another may be made."""
+    """The connection is lost, and a new one may be opened."""
 
 
 class FlightConnection:
-    """One connection to a server, and at most one stream on it. Raises what gRPC raises."""
+    """One connection to a server with at most one stream. Its methods raise the errors of gRPC unchanged."""
 
     def __init__(self, endpoint: str, security: Security) -> None:
         quiet_grpc()
@@ -40,7 +40,7 @@ class FlightConnection:
         self._reader: Any = None
 
     def act(self, name: str, head: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Ask a small question outside the stream."""
+        """Send a small request outside the stream and return the answer's head."""
         options = flight.FlightCallOptions(timeout=timeout, headers=self._headers)
         results = list(self._client.do_action(flight.Action(name, json.dumps(head).encode()), options))
         answer: dict[str, Any] = json.loads(results[0].body.to_pybytes()) if results else {}
@@ -61,7 +61,7 @@ class FlightConnection:
             raise ServerConnectionLost("the server ended the stream") from None
 
     def cut(self) -> None:
-        """Make whoever reads or writes return with an error. May be called from any thread."""
+        """Make pending reads and writes return with an error. This may be called from any thread."""
         if self._reader is not None:
             with contextlib.suppress(Exception):
                 self._reader.cancel()
@@ -69,23 +69,23 @@ class FlightConnection:
     def close(self) -> None:
         self.cut()
         for end in (self._writer, self._client):
-            with contextlib.suppress(Exception):  # it is broken already; nothing is left to be told
+            with contextlib.suppress(Exception):  # the connection may be broken already
                 end.close()
 
 
 def quiet_grpc() -> None:
-    """gRPC writes its own lines about failed handshakes to stderr; ours say it, once."""
+    """Silence gRPC's own lines about failed handshakes on stderr: Echelon reports them once itself."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text without line breaks, and without what gRPC adds for its own developers."""
+    """Return an error's text without line breaks and without gRPC's debug context."""
     text = " ".join(str(error).split())
     return text.split(". gRPC client debug context")[0].split(". Detail: ")[0].split("with message: ")[-1][:500]
 
 
 def refusal(error: BaseException, security: Security) -> str | None:
-    """What a server's refusal says, if a second try would be refused, too; None for anything that may pass."""
+    """Return the explanation of a refusal that a retry cannot change; None for any other error."""
     if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
         return f"does not take this process's token; set {PS_TOKEN} to the same value on workers and servers"
     text = str(error)
@@ -98,7 +98,7 @@ def refusal(error: BaseException, security: Security) -> str | None:
 
 
 def explain_foreign_server(error: BaseException) -> str | None:
-    """Return what is wrong where a program answers that does not speak a server's protocol; else None."""
+    """Return an explanation if another program than a parameter server answers; else None."""
     text = str(error)
     if "Failed parsing HTTP/2" not in text and "http1.x server" not in text:
         return None
@@ -107,7 +107,7 @@ def explain_foreign_server(error: BaseException) -> str | None:
 
 
 def explain(error: BaseException, endpoint: str) -> str:
-    """Return why a connection failed, in the user's words where the reason is a common one."""
+    """Return why a connection failed; common reasons are given in plain words."""
     text = one_line(error)
     if "Connection refused" in text:
         return "nothing listens there"
@@ -128,9 +128,10 @@ def _accepts(endpoint: str) -> bool:
 
 
 def explain_tls_rejection(error: BaseException, endpoint: str, security: Security) -> str | None:
-    """Whether a server that just hangs up does so for want of TLS or of a certificate: ask it in TLS.
+    """Return an explanation if a server hangs up because TLS or a client certificate is missing; else None.
 
-    Twice, because one that is killed hangs up, too, but does not take the second call.
+    The server is probed with a TLS handshake. With a certificate authority set, it is probed twice, because a killed
+    server hangs up, too, but does not accept the second connection.
     """
     if "Socket closed" not in str(error) and "Connection reset" not in str(error):
         return None
@@ -148,7 +149,7 @@ def explain_tls_rejection(error: BaseException, endpoint: str, security: Securit
 
 
 def _speaks(endpoint: str, context: ssl.SSLContext) -> str | None:
-    """None: no TLS there. Else "heard" if the server has something to say after the handshake, "" if it hangs up."""
+    """Return None without TLS, "heard" if the server sends data after the handshake, and "" if it hangs up."""
     host, port = split_endpoint(endpoint)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
@@ -157,7 +158,7 @@ def _speaks(endpoint: str, context: ssl.SSLContext) -> str | None:
             secure.connect(address)
             try:
                 return "heard" if secure.recv(1) else ""
-            except OSError:  # an alert, or a reset: the server has judged our certificate
+            except OSError:  # an alert or a reset: the server has rejected the certificate
                 return ""
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Where dense parameters live: cut into blocks of whole rows, dealt out to servers. Every worker computes the same."""
+"""Placement of dense parameters as blocks of whole rows on servers. Every worker computes the same placement."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from echelon.base.errors import UsageError
 from echelon.parameter_server.protocol.hashing import stable_hash
 from echelon.parameter_server.protocol.job_spec import DenseBlock
 
-#: Fewer entries than this are not worth a block of their own.
+#: Smallest number of entries that is worth a separate block.
 MIN_BLOCK = 8192
 
-#: Given the blocks' names and the number of servers, the server of each.
+#: Maps the blocks' names and the number of servers to the server of each block.
 Dispatcher = Callable[[Sequence[str], int], Sequence[int]]
 SplitMethod = str | Dispatcher
 
 
 class DenseParameter(NamedTuple):
-    """A dense parameter before it is cut. ``whole``: its optimizer looks at all of it, so it must not be."""
+    """A dense parameter before it is cut into blocks.
+
+    group:  parameter group of the optimizer; default 0
+    whole:  do not cut the parameter, because its optimizer needs the norm of all of it; default False
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +39,7 @@ def place(
     slice_up: bool = True,
     min_block: int = MIN_BLOCK,
 ) -> tuple[DenseBlock, ...]:
-    """All parameters as blocks, each with its server."""
+    """Cut all parameters into blocks and assign each block to a server."""
     cut = [
         (piece, offset, length)
         for piece in pieces

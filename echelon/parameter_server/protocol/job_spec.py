@@ -1,6 +1,6 @@
-"""What workers tell servers when a job opens: its tables, its dense blocks, how updates come together.
+"""The job description that workers send to servers when a job opens: its tables, its dense blocks, its update mode.
 
-Plain data with a JSON form; two workers that were built differently are found out by comparing it.
+The description is plain data with a JSON form. Servers compare it to detect workers that were built differently.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from echelon.strategy.table_rules import NAMED, Rule
 
 Mode = Literal["sync", "async", "bounded", "geo"]
 
-#: Virtual buckets of every table: what moves between servers when their number changes.
+#: Virtual buckets of every table: the units that move between servers when the number of servers changes.
 BUCKETS = 1024
 
 
 @strict
 class Initializer:
-    """The first value of a row, from (seed, table, id) alone.
+    """The distribution of a row's initial weights, which depend on (seed, table, id) alone.
 
-    kind:  "uniform" in [low, high), "normal" with mean ``low`` and deviation ``high``, or "constant" ``low``
+    kind:  "uniform" in [low, high), "normal" with mean ``low`` and standard deviation ``high``, or "constant" ``low``
     """
 
     kind: Literal["uniform", "normal", "constant"] = "uniform"
@@ -34,14 +34,16 @@ class Initializer:
 class TableSpec:
     """One sparse table.
 
-    seed:                of this table: made from the job's seed and the table's name
-    capacity:            most rows it may hold, over all servers; None: as many as memory takes
-    on_full:             refuse new rows ("error"), or let go of the longest unseen ("lru") or rarest seen ("lfu")
-    admit_after:         a row is made when its id is pushed for the so-manieth time
-    admit_probability:   or, each time, with this probability
-    expire_passes:       forget rows that were not pushed in so many passes over the data
-    expire_seconds:      or for so long
-    disk:                keep rows in a memory-mapped file, so that cold ones leave memory
+    seed:                seed of this table, derived from the job's seed and the table's name
+    rule:                update rule of the rows; default adagrad
+    capacity:            most rows of the table over all servers; None (default): limited by memory only
+    on_full:             raise an error for new rows ("error", default), or evict the least recently ("lru") or least
+                         frequently ("lfu") pushed rows
+    admit_after:         number of pushes of an id from which on its row can be created; default 1
+    admit_probability:   probability, at each such push, that the row is created; default 1
+    expire_passes:       passes over the data without a push after which a row is removed; None (default): never
+    expire_seconds:      seconds without a push after which a row is removed; None (default): never
+    disk:                keep rows in a memory-mapped file, so that cold rows can leave memory; default False
     """
 
     name: str
@@ -68,10 +70,10 @@ class TableSpec:
 
 @strict
 class DenseBlock:
-    """A piece of a dense parameter: ``length`` entries from ``offset`` on, on server ``server``.
+    """A part of a dense parameter: ``length`` entries from ``offset`` on, held by server ``server``.
 
-    rows:   the shape of the piece, so that optimizers that look at shapes see whole rows
-    group:  the parameter group of the optimizer that it belongs to
+    shape:  shape of the block, so that optimizers that depend on shapes see whole rows
+    group:  index of the optimizer's parameter group; default 0
     """
 
     parameter: str
@@ -84,7 +86,7 @@ class DenseBlock:
 
 @strict
 class DenseRule:
-    """A torch optimizer, by its name and the settings of its parameter groups (JSON values only)."""
+    """A torch optimizer, given by its name and the settings of its parameter groups (JSON values only)."""
 
     kind: Literal["SGD", "Adagrad", "Adam", "AdamW", "FTRL", "LARS", "LAMB"] = "SGD"
     groups: tuple[dict[str, Any], ...] = ()
@@ -92,12 +94,12 @@ class DenseRule:
 
 @strict
 class PersistenceSettings:
-    """How a server keeps its state.
+    """Persistence settings of a server.
 
-    journal:         write every push to a journal before it is answered, so that kill -9 loses none
-    replica:         and to the next server, so that losing the host loses none
-    snapshot_every:  seconds between snapshots (base, then deltas); the journal before it can go
-    journal_mb:      a longer journal calls for a snapshot before its time; some 2 s of replay a thousand
+    journal:         write every push to a journal before it is answered, so that kill -9 loses none; default True
+    replica:         also send the journal to the next server, so that losing the host loses none; default False
+    snapshot_every:  seconds between snapshots (base, then deltas), after which older journal is removed; default 60
+    journal_mb:      MiB of journal that trigger an early snapshot; default 2048. Replay takes about 2 s per 1000 MiB
     """
 
     journal: bool = True
@@ -108,14 +110,15 @@ class PersistenceSettings:
 
 @strict
 class JobSpec:
-    """All that a server must know of a job.
+    """The complete description of a job for a server.
 
-    session:    names this run of it; another session starts from nothing (or from a checkpoint)
-    trainers:   workers that are expected from the start
-    staleness:  "bounded": steps that a worker may be ahead of the slowest
-    compensate: lambda of delay compensation; 0: off
-    patience:   seconds to wait for a worker that fell silent, before going on without it
-    device:     where dense blocks live on servers
+    session:    name of this run of the job; another session starts with empty state (or from a checkpoint)
+    trainers:   number of workers that take part from the start
+    staleness:  in mode "bounded", steps that a worker may be ahead of the slowest; default 0
+    compensate: lambda of delay compensation; 0 (default) turns it off
+    patience:   seconds without a heartbeat before a worker is dropped; default 60
+    keeping:    persistence settings
+    device:     device of the dense blocks on servers; default "cpu"
     """
 
     session: str
@@ -133,7 +136,7 @@ class JobSpec:
     device: str = "cpu"
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values only: equal specs have equal forms."""
+        """Return the description as JSON values; equal descriptions have equal forms."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         for table, made in zip(self.tables, plain["tables"], strict=True):
             made["rule"] = {"kind": type(table.rule).__name__, **made["rule"]}
@@ -141,7 +144,7 @@ class JobSpec:
 
 
 def job_from_json(plain: dict[str, Any]) -> JobSpec:
-    """The spec that a worker sent, checked like one that was written by hand."""
+    """Return the description that a worker sent as JSON values, with the usual validation of its fields."""
     kinds = {type(rule).__name__: type(rule) for rule in NAMED.values()}
     tables = []
     for made in plain.get("tables", []):

@@ -1,4 +1,7 @@
-"""A message: a small JSON head and a few arrays. The one form in which anything travels to a server or into a file."""
+"""The message format: a small JSON head and a few arrays.
+
+Everything that is sent to a server or written to a file has this form.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,29 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError
 
-#: What an array may be made of.
+#: Allowed dtypes of arrays.
 KINDS = {kind: np.dtype(kind) for kind in ("int64", "int32", "float32", "float64", "uint8", "uint32")}
-#: Limits of one message. What is larger is refused before memory is set aside for it.
+#: Limits of one message. A larger message is refused before memory is allocated for it.
 MAX_HEAD, MAX_ARRAYS, MAX_BYTES = 16 * 2**20, 8, 2 * 2**30
 
 
 class WireMessageError(EchelonError):
-    """Bytes that are no message of ours, or one beyond the limits."""
+    """The bytes are not a valid message, or the message is beyond the limits."""
 
 
 @dataclass
 class WireMessage:
-    """``head`` is JSON; ``arrays`` are flat or shaped numpy arrays of the kinds above, at most eight."""
+    """A message: ``head`` is JSON, ``arrays`` are at most eight numpy arrays of the dtypes in ``KINDS``."""
 
     head: dict[str, Any]
     arrays: list[NDArray[Any]] = field(default_factory=list)
 
 
 def pack(frame: WireMessage) -> tuple[bytes, list[memoryview]]:
-    """The head with the arrays' kinds and shapes in it, and the arrays' bytes, uncopied where they are contiguous."""
+    """Return the encoded head, with the arrays' dtypes and shapes, and the arrays' bytes.
+
+    Contiguous arrays are not copied. Raises ``WireMessageError`` if the message is beyond the limits.
+    """
     arrays = [np.ascontiguousarray(array) for array in frame.arrays]
     shapes = [[array.dtype.name, list(array.shape)] for array in arrays]
     head = json.dumps({**frame.head, "arrays": shapes}, separators=(",", ":")).encode()
@@ -46,7 +52,7 @@ def pack(frame: WireMessage) -> tuple[bytes, list[memoryview]]:
 
 
 def unpack(head: bytes, bodies: Sequence[Any]) -> WireMessage:
-    """The reverse; ``bodies`` are bytes-like. Anything that does not add up is a ``WireMessageError``."""
+    """Decode what ``pack`` returned; ``bodies`` are bytes-like. Raises ``WireMessageError`` for invalid input."""
     if len(head) > MAX_HEAD:
         raise WireMessageError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
     try:

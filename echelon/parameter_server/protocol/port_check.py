@@ -1,6 +1,6 @@
-"""``check_port``: see that a server can listen at its endpoint, before anything is started for it.
+"""``check_port``: check that a server can listen at its endpoint, before anything is started for it.
 
-gRPC has one text for all that can be wrong with an address: "Server did not start properly".
+gRPC reports every problem with an address by the same text: "Server did not start properly".
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _REASONS = {
 
 
 def check_port(endpoint: str) -> None:
-    """Raise a ``UsageError`` that says why no server can listen at ``endpoint``."""
+    """Check that a server can listen at ``endpoint``. Raises ``UsageError`` with the reason if it cannot."""
     host, port = split_endpoint(endpoint)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a moment ago is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a recently closed port counts as free
             probe.bind(address)
-            probe.listen(1)  # two sockets may be bound to one port, but one alone can listen
+            probe.listen(1)  # two sockets can bind one port, but only one can listen
     except OSError as error:
         why = _REASONS.get(error.errno or 0) or f"{error.strerror or error}; use a free port of this host"
         raise UsageError(f"endpoint {endpoint}: {why}") from None

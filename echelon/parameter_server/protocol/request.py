@@ -1,4 +1,4 @@
-"""What a worker asks of a shard, taken from a frame. Frames come from the network: nothing in them is believed."""
+"""Parsing of a worker's requests from messages. Messages come from the network, so all of their content is checked."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from echelon.strategy.table_rules import state_width
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-#: Highest number of a worker, and of a step.
+#: Highest index of a worker, and of a step.
 MAX_WORKER, MAX_STEP = 2**20, 2**53
 OPTIONAL = ("ids", "rows", "dense", "pulled_rows", "pulled_dense", "blob")
 
 
 class RequestError(EchelonError):
-    """A request that makes no sense, or none now."""
+    """The request is invalid, or invalid in the present state."""
 
 
 @dataclass
 class ShardRequestSchema:
-    """What a frame for one shard of a job must look like."""
+    """The buckets, dense blocks and row widths that a request to one shard of a job must match."""
 
     job: JobSpec
     buckets: range
     dense: DenseShard
     dims: dict[str, int] = field(init=False)
-    widths: dict[str, int] = field(init=False)  # of a record: weights and state
+    widths: dict[str, int] = field(init=False)  # floats of a record: weights and state
 
     def __post_init__(self) -> None:
         self.dims = {table.name: table.dim for table in self.job.tables}
@@ -47,7 +47,7 @@ class ShardRequestSchema:
 
 @dataclass
 class PullRequest:
-    """What a worker wants to read for a step: rows of some tables by their ids, and the dense blocks."""
+    """A worker's request to read, for a step, rows of some tables by their ids, and the dense blocks."""
 
     worker: int
     step: int
@@ -97,7 +97,7 @@ def read_pull(frame: WireMessage, layout: ShardRequestSchema) -> PullRequest:
 
 
 def read_push(frame: WireMessage, layout: ShardRequestSchema) -> PushRequest:
-    """A push whose every count, kind and length fits; ``check_numbers`` looks at the values."""
+    """Parse a push and check every count, dtype and length in it; ``check_numbers`` checks the values."""
     head, arrays = frame.head, _named(frame)
     counts = _counts(head, layout)
     kind = head.get("kind", "gradient")
@@ -135,7 +135,7 @@ def _pulled(arrays: dict[str, NDArray[Any]], counts: dict[str, int], layout: Sha
 
 
 def check_numbers(push: PushRequest, dense: DenseShard) -> None:
-    """Refuse a push with a NaN or an infinity in it, naming where."""
+    """Raise ``RequestError`` if a push contains a NaN or an infinity; the error names the table or parameter."""
     for kind, tables in (("gradient", push.rows), ("pulled value", push.pulled_rows)):
         for name, rows in tables.items():
             if not finite(rows):
@@ -180,7 +180,7 @@ def number(head: dict[str, Any], name: str, default: float) -> float:
 
 
 def _loss(head: dict[str, Any]) -> float:
-    """Return a worker's loss; one that is not finite is for the workers to judge."""
+    """Return a worker's loss. It may be non-finite: the workers handle that case."""
     value = head.get("loss", 0.0)
     if type(value) not in (int, float):
         raise RequestError(f"a push has loss={_short(value)}; it must be a number")
@@ -291,7 +291,7 @@ def _parts(flat: Any, counts: dict[str, int], widths: dict[str, int]) -> Iterato
 
 
 def _find_foreign(ids: Any, first: int, stop: int, buckets: int) -> int:
-    """The first id whose bucket is not in [first, stop), or -1."""
+    """Return the position of the first id whose bucket is not in [first, stop), or -1."""
     for i in range(ids.size):
         bucket = ((mix(ids[i]) >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)
         if bucket < np.uint64(first) or bucket >= np.uint64(stop):

@@ -1,1 +1,1 @@
-"""A parameter server: its port, its shard, its members, and when updates are applied."""
+"""A parameter server: its port, its shard, its workers, and the modes that apply updates."""

@@ -1,6 +1,6 @@
-"""A server's blocks of the dense parameters, and the torch optimizer that moves them.
+"""A server's blocks of the dense parameters, and the torch optimizer that updates them.
 
-Torch is imported where there are blocks: a server of tables alone starts in a third of the time without it.
+Torch is imported only if there are blocks: a server with tables alone starts in a third of the time without it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 
-#: Optimizers of torch, and ours.
+#: Optimizers of torch, and Echelon's own.
 TORCHS, OURS = ("SGD", "Adagrad", "Adam", "AdamW"), ("FTRL", "LARS", "LAMB")
 KINDS = (*TORCHS, *OURS)
-#: These look at norms of whole parameters; the others at one element at a time.
+#: Optimizers that use norms of whole parameters; the others are element-wise.
 LAYERWISE = ("LARS", "LAMB")
-#: What a group may say beside its optimizer's settings: parameters without decay and trust ratio.
+#: Additional setting of a parameter group: the parameters without weight decay and trust ratio.
 EXCLUDE = "exclude"
-#: A server refuses to set aside more entries than this for one job.
+#: Most dense entries of one job; a server refuses to allocate more.
 MAX_ENTRIES = 2**36
 
 
 class BlockRange(NamedTuple):
-    """Where a block lies: entries ``start`` to ``stop`` of the flat values, from ``at`` on of parameter ``home``."""
+    """A block's location: entries ``start`` to ``stop`` of the flat values, from ``at`` on in parameter ``home``."""
 
     block: DenseBlock
     start: int
@@ -45,10 +45,10 @@ class BlockRange(NamedTuple):
 
 
 class DenseShard:
-    """Values of this server's blocks in JobSpec order, one flat float32 vector to the outside.
+    """The values of this server's blocks in JobSpec order; callers see one flat float32 vector.
 
-    Element-wise optimizers see all blocks of a group as one vector: the same numbers in one call instead of one a
-    block. LARS and LAMB see every block (a whole parameter) by itself.
+    Element-wise optimizers see all blocks of a group as one vector: one call gives the same result as one call per
+    block. LARS and LAMB see every block (a whole parameter) separately.
     """
 
     def __init__(self, job: JobSpec, server: int) -> None:
@@ -65,7 +65,7 @@ class DenseShard:
     # ---- reading ----
 
     def values(self) -> Floats:
-        """All values; the array is not written to later."""
+        """Return all values; the array is not modified later."""
         with self._mutex:
             if self._values is None:
                 self._values = self._gathered([parameter.data for parameter in self._parameters])
@@ -73,19 +73,19 @@ class DenseShard:
             return self._values
 
     def name_at(self, entry: int) -> str:
-        """The parameter that an entry of the flat values belongs to."""
+        """Return the name of the parameter that an entry of the flat values belongs to."""
         return next((s.block.parameter for s in self._stretches if s.start <= entry < s.stop), "?")
 
     # ---- writing ----
 
     def begin(self, values: Floats) -> None:
-        """The first values of all blocks."""
+        """Set the initial values of all blocks."""
         with self._mutex:
             self._scatter(values, [parameter.data for parameter in self._parameters])
             self._values = None
 
     def step(self, gradient: Floats, groups: Sequence[dict[str, Any]]) -> None:
-        """One step of the optimizer, with the settings of its groups as they are now."""
+        """Run one step of the optimizer with the given settings of its parameter groups."""
         if self._optimizer is None:
             return
         import torch
@@ -100,7 +100,7 @@ class DenseShard:
             self.steps += 1
 
     def add(self, change: Floats) -> None:
-        """Values plus a change: what geo workers send."""
+        """Add the change that a geo worker sent to the values."""
         import torch
 
         with self._mutex, torch.no_grad():
@@ -116,12 +116,12 @@ class DenseShard:
         for group, settings in zip(self._optimizer.param_groups, groups, strict=False):
             group.update(_settings(settings))
 
-    # ---- keeping ----
+    # ---- persistence ----
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything: "<block>/values", "<block>/<name of a state>" for block numbers of this server, and "groups".
+        """Return all state: "<block>/values" and "<block>/<state name>" per block number of this server, and "groups".
 
-        States that have an entry for each value are cut like the values; single numbers have one entry.
+        States with an entry per value are cut like the values; scalar states have one entry.
         """
         with self._mutex:
             kept: dict[str, NDArray[Any]] = {"groups": _as_bytes([self._group_settings(), self.steps])}
@@ -135,11 +135,11 @@ class DenseShard:
         return kept
 
     def from_arrays(self, kept: dict[str, NDArray[Any]]) -> None:
-        """The reverse, into a Dense of the same job and server."""
+        """Load what ``to_arrays`` returned into a DenseShard of the same job and server."""
         with self._mutex:
             settings, self.steps = json.loads(kept["groups"].tobytes())
             if self._optimizer is not None:
-                self._optimizer.state.clear()  # of moments that the kept ones do not have, too
+                self._optimizer.state.clear()  # also removes states that the loaded arrays do not have
                 self._adjust(settings)
             for number, stretch in enumerate(self._stretches):
                 own = {key.partition("/")[2]: a for key, a in kept.items() if key.partition("/")[0] == str(number)}
@@ -165,7 +165,7 @@ class DenseShard:
         groups = self._optimizer.param_groups if self._optimizer else []
         return [{k: v for k, v in group.items() if _plain(v)} for group in groups]
 
-    # ---- flat and in parameters ----
+    # ---- copies between the flat vector and the parameters ----
 
     def _scatter(self, flat: Floats, targets: Sequence[Tensor]) -> None:
         for start, stop, home, at in self._runs:
@@ -183,7 +183,7 @@ class DenseShard:
 
 
 def check(job: JobSpec) -> None:
-    """Refuse, in one line, blocks and settings that no optimizer can be made of."""
+    """Raise ``UsageError`` for blocks and settings from which no optimizer can be built."""
     entries = 0
     for block in job.blocks:
         entries += block.length
@@ -218,7 +218,7 @@ def _try_out(job: JobSpec) -> None:
 
 
 def _kind(name: str) -> Any:
-    """The optimizer of that name."""
+    """Return the optimizer class with this name."""
     import torch
 
     from echelon import optim
@@ -229,7 +229,7 @@ def _kind(name: str) -> Any:
 
 
 def check_settings(groups: Any, count: int) -> None:
-    """Group settings that came with a push: plain values, finite numbers, no more groups than there are."""
+    """Raise ``UsageError`` if the group settings of a push are not plain finite values, or are for too many groups."""
     if not isinstance(groups, list) or len(groups) > max(1, count):
         raise UsageError(f"a push has settings for {_length(groups)} parameter groups; the job has {count}")
     for group in groups:
@@ -248,7 +248,7 @@ def _plain(value: Any) -> bool:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """As torch has them: JSON knows no tuples. Which parameters are excluded is settled when a job opens."""
+    """Return the settings as torch takes them: JSON has no tuples, and ``EXCLUDE`` is used only when a job opens."""
     plain = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
     return {key: value for key, value in plain.items() if key not in ("params", EXCLUDE)}
 
@@ -258,7 +258,7 @@ def _of(rule: DenseRule, group: int) -> dict[str, Any]:
 
 
 def _rate(job: JobSpec | DenseRule) -> dict[str, Any]:
-    """Settings that torch wants as arguments even where every group has its own."""
+    """Return the settings that torch needs as arguments even if every group has its own."""
     rule = job.dense if isinstance(job, JobSpec) else job
     first = _of(rule, 0)
     known = {"lr": first.get("lr", 0.01)}
@@ -281,7 +281,7 @@ def _stretches(blocks: list[DenseBlock], rule: DenseRule) -> list[BlockRange]:
 
 
 def _runs(stretches: list[BlockRange]) -> list[tuple[int, int, int, int]]:
-    """Neighbours both in the flat values and in their parameter are copied as one: (start, stop, home, at)."""
+    """Merge blocks that are adjacent both in the flat values and in their parameter into (start, stop, home, at)."""
     runs: list[tuple[int, int, int, int]] = []
     for stretch in stretches:
         if runs:
@@ -308,7 +308,7 @@ def _parameters(stretches: list[BlockRange], device: str) -> list[nn.Parameter]:
 
 
 def _optimizer(rule: DenseRule, stretches: list[BlockRange], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """One parameter group for each group of the job, in their order, also where this server has none of its blocks."""
+    """Return an optimizer with one parameter group per group of the job, in order, even for groups without blocks."""
     of_group: dict[int, dict[int, nn.Parameter]] = {}
     excluded: dict[int, nn.Parameter] = {}
     for stretch in stretches:
@@ -326,7 +326,7 @@ def _optimizer(rule: DenseRule, stretches: list[BlockRange], parameters: list[nn
 
 
 def _cut(tensor: Tensor, stretch: BlockRange) -> Floats:
-    """A block's entries of its parameter, or of a state of the same shape, in memory of their own."""
+    """Return a copy of a block's entries of its parameter, or of a state of the same shape."""
     part = tensor.detach().reshape(-1)[stretch.at : stretch.at + stretch.block.length]
     found: Floats = part.float().cpu().numpy().copy()
     return found
@@ -349,7 +349,7 @@ def _per_entry(value: Any) -> bool:
 
 
 def _single(value: Any) -> NDArray[Any]:
-    if hasattr(value, "item"):  # a tensor's
+    if hasattr(value, "item"):  # a tensor
         return np.array([value.item()], np.float32)
     return np.array([value], np.int64)
 

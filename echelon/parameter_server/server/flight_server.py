@@ -1,7 +1,8 @@
-"""A server's port: carries frames from many clients to one handler, and its answers back, over Arrow Flight.
+"""A server's port: passes messages of many clients to one handler, and the answers back, over Arrow Flight.
 
-A client has one ordered stream (``do_exchange``); each stream has a thread of its own, so that a client that is slow or
-waits holds up nobody else. Small questions outside a stream are actions. Who calls is asked before any message is read.
+A client has one ordered stream (``do_exchange``); each stream has its own thread, so that a slow or waiting client does
+not delay other clients. Small requests outside a stream are actions. Clients are authenticated before any message is
+read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from echelon.parameter_server.protocol.port_check import check_port
 
 Handler = Callable[[WireMessage, Callable[[], bool]], WireMessage]
 
-#: Answered without a stream, by the handler (``ready``: by the port itself).
+#: Requests outside a stream; the handler answers them, except ``ready``, which the port answers itself.
 ACTIONS = {"beat": "a worker lives", "stats": "what the server counts", "ready": "whether the port is open"}
 MAX_STREAMS, MAX_ACTION = 1024, 2**16
 
@@ -35,7 +36,7 @@ log = logging.getLogger("echelon.parameter_server")
 
 
 class FlightServer:
-    """Listens from construction on. ``handler`` is called from one thread per stream."""
+    """The port of a server, which listens from construction on. ``handler`` is called from one thread per stream."""
 
     def __init__(
         self, endpoint: str, handler: Handler, security: Security = OPEN, *, max_streams: int = MAX_STREAMS
@@ -59,16 +60,19 @@ class FlightServer:
 
     @property
     def streams(self) -> int:
-        """Streams that are open now."""
+        """Number of open streams."""
         return self._port.frames.open
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of questions that came, and of answers that were given."""
+        """Bytes of received requests, and of sent answers."""
         return self._port.frames.bytes_in, self._port.frames.bytes_out
 
     def close(self, patience: float = 1.0) -> bool:
-        """Stop listening; False if clients still hold streams after so many seconds (only they can end those)."""
+        """Stop listening; return False if clients still hold streams after ``patience`` seconds.
+
+        Only clients can end their streams.
+        """
         ended = threading.Thread(target=self._port.shutdown, daemon=True)
         ended.start()
         ended.join(patience)
@@ -76,7 +80,7 @@ class FlightServer:
 
 
 class _Streams:
-    """Takes requests from streams and actions to the handler; whatever a handler does, there is an answer."""
+    """Passes requests from streams and actions to the handler; an exception in the handler becomes an answer, too."""
 
     def __init__(self, handler: Handler, most: int) -> None:
         self._handler, self._most = handler, most
@@ -97,7 +101,7 @@ class _Streams:
                 self.open -= 1
 
     def answer(self, batch: Any, gone: Callable[[], bool]) -> Any:
-        """The batch that answers a batch."""
+        """Return the answer to a request; both are record batches."""
         try:
             return self._counted(batch, to_batch(self._handler(from_batch(batch), gone)))
         except EchelonError as error:
@@ -113,7 +117,7 @@ class _Streams:
         return answer
 
     def act(self, name: str, body: bytes, gone: Callable[[], bool]) -> bytes:
-        """The head that answers an action's head."""
+        """Return the encoded head that answers an action."""
         if len(body) > MAX_ACTION:
             raise flight.FlightServerError(f"an action of {len(body)} bytes is over the limit of {MAX_ACTION}")
         if name == "ready":
@@ -129,7 +133,7 @@ class _Streams:
 
 
 class _Port(flight.FlightServerBase):  # type: ignore[misc]
-    """What Flight calls. An exception here ends the call with a Flight error; the server goes on."""
+    """The methods that Flight calls. An exception in them ends the call with a Flight error; the server continues."""
 
     frames: _Streams
 
@@ -142,11 +146,11 @@ class _Port(flight.FlightServerBase):  # type: ignore[misc]
             writer.begin(SCHEMA)
             for batch in _batches(reader):
                 answer = self.frames.answer(batch, context.is_cancelled)
-                del batch  # a client that is slow to take its answer must not hold the memory of its question too
+                del batch  # a client that reads its answer slowly must not hold the request's memory as well
                 try:
                     writer.write_batch(answer)
                 except (pa.ArrowException, OSError):
-                    return  # the client is gone; it will ask again if it still lives
+                    return  # the client is gone; it resends the request if it is still alive
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         if action.type not in ACTIONS:
@@ -168,7 +172,7 @@ def _batches(reader: Any) -> Iterator[Any]:
 
 
 class _Admission(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Turns calls without the token away, before anything they send is read. Says so in the log, but not for each."""
+    """Rejects calls without the token before their content is read. Rejections are logged at most every 10 s."""
 
     def __init__(self, security: Security) -> None:
         self._security = security

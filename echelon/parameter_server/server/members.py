@@ -1,4 +1,4 @@
-"""Who takes part in a job, from which step on and until which, and who was heard of lately."""
+"""The workers of a job, the steps that each takes part in, and their last heartbeats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 @dataclass
 class WorkerMembership:
-    """A worker's place in the job.
+    """A worker's membership in the job.
 
-    spans:       [first step, last step or None] of each time that it took part
-    seq:         of the last push received from it; committed: of the last that counts
-    fenced:      it is being dropped: nothing more is taken from it
-    passes:      over the data that it has finished, the last of them after its push ``pass_after``
+    spans:       [first step, last step or None] of each period in which the worker took part
+    seq:         sequence number of the last push received from the worker
+    committed:   sequence number of the last push that counts
+    fenced:      True while the worker is being dropped: its requests are refused
+    passes:      passes over the data that the worker has finished
+    pass_after:  sequence number of the push after which the worker finished its last pass
     """
 
     spans: list[list[int | None]] = field(default_factory=list)
@@ -32,13 +34,13 @@ class WorkerMembership:
 
 
 class JobWorkers:
-    """The workers of a job. Changed only by journaled requests, so that a replay gives the same."""
+    """The workers of a job. Only journaled requests change them, so that a replay gives the same result."""
 
     def __init__(self, trainers: int) -> None:
         self.seats = {worker: WorkerMembership([[0, None]]) for worker in range(trainers)}
 
     def at(self, step: int) -> list[int]:
-        """Workers that take part in a step, in their order."""
+        """Return the workers that take part in a step, in ascending order."""
         return sorted(worker for worker, seat in self.seats.items() if seat.takes_part(step))
 
     def live(self) -> list[int]:
@@ -48,22 +50,22 @@ class JobWorkers:
         return worker in self.seats and self.seats[worker].live()
 
     def last_step(self, worker: int) -> int:
-        """Through which a worker that is no member took part; -1: never."""
+        """Return the last step of a worker that is not a member any more; -1 if there is none."""
         seat = self.seats.get(worker)
         last = seat.spans[-1][1] if seat and seat.spans else None
         return -1 if last is None else last
 
     def enter(self, worker: int, step: int, passes: int) -> None:
-        """Takes part from ``step`` on; its pushes are counted from there."""
+        """Make a worker a member from ``step`` on; its pushes are numbered from there."""
         seat = self.seats.setdefault(worker, WorkerMembership())
         if seat.live():
-            seat.spans.pop()  # it never began: an entry that the other servers did not follow
+            seat.spans.pop()  # an earlier entry that the other servers did not complete
         seat.spans = [*seat.spans[-3:], [step, None]]
         seat.seq = seat.committed = seat.pass_after = step - 1
         seat.fenced, seat.passes = False, passes
 
     def end(self, worker: int, last: int) -> None:
-        """Takes no part after ``last``."""
+        """End a worker's membership after step ``last``."""
         seat = self.seats.get(worker)
         if seat is None or not seat.live():
             return
@@ -85,7 +87,10 @@ class JobWorkers:
 
 
 class WorkerHeartbeats:
-    """When each worker was last heard of. Forgotten with the process: a server that comes back gives everyone time."""
+    """The time of each worker's last heartbeat.
+
+    The times are not persistent: a restarted server gives every worker the full time again.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self._began = clock, clock()

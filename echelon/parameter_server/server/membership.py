@@ -1,8 +1,8 @@
-"""What the servers of a job decide together: who is dropped, and when a newcomer begins. Server 0 has the word.
+"""Coordination of membership between the servers of a job: server 0 decides which workers are dropped or admitted.
 
-A worker tells each server by itself that its push counts (commit), so when it dies some servers may know and others
-not. Server 0 therefore fences it first: every server refuses whatever still comes from it and says how far it has
-committed. The furthest of these steps is the last one that the worker took part in, on all servers.
+A worker sends each server a separate commit of its push, so when the worker dies some servers may have the commit and
+others not. Server 0 therefore fences the worker first: every server refuses further requests of the worker and reports
+its last committed step. The largest of these steps is the last one that the worker took part in, on all servers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("echelon.parameter_server")
 
-#: Carries a frame to another server of the job and brings its answer.
+#: Sends a message to another server of the job and returns its answer.
 Ask = Callable[[int, WireMessage], WireMessage]
 
 
 class MembershipCoordinator:
-    """One server's part in it. Its own lock is never wanted by somebody who holds the shard's."""
+    """One server's part in the coordination. No thread takes the coordinator's lock while it holds the shard's lock."""
 
     def __init__(self, shard: ServerShard, ask: Ask | None) -> None:
         self._shard, self._ask_server = shard, ask
         self._deciding = threading.RLock()
         self._asked: dict[int, float] = {}
 
-    # ---- somebody waits ----
+    # ---- while a request waits ----
 
     def drop_silent_workers(self, missing: dict[int, str], what: str, waited: float) -> None:
-        """Drop whoever is missing and silent; raise when waiting cannot help."""
+        """Drop the missing workers that have been silent for too long. Raises ``PeerLost`` when waiting cannot help."""
         if missing == {-1: "a worker is joining"}:
             self._thaw_if_left()
         for worker, why in missing.items():
@@ -65,7 +65,7 @@ class MembershipCoordinator:
 
     def _settle_fate(self, worker: int) -> None:
         if not self._deciding.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread is deciding
         try:
             if self._shard.server == 0:
                 self._drop(worker)
@@ -80,7 +80,7 @@ class MembershipCoordinator:
             self._change({"op": "drop", "worker": worker, "last": int(verdict["last"])})
 
     def _thaw_if_left(self) -> None:
-        """Server 0 froze for a newcomer and was restarted before it came: nobody else would thaw it."""
+        """Thaw server 0 if it was restarted while it was frozen for a joining worker: no other thread would."""
         if self._deciding.acquire(blocking=False):
             try:
                 self._change({"op": "thaw", "worker": -1})
@@ -90,7 +90,7 @@ class MembershipCoordinator:
     # ---- server 0 ----
 
     def verdict(self, worker: int) -> dict[str, Any]:
-        """Asked by another server, for whom ``worker`` is silent."""
+        """Drop ``worker`` if it is silent here, too, and return its membership. Other servers ask this of server 0."""
         shard = self._shard
         with self._deciding:
             if shard.members.is_live(worker) and shard.beats.silent_for(worker) >= shard.job.patience:
@@ -100,7 +100,7 @@ class MembershipCoordinator:
             return {"member": shard.members.is_live(worker), "last": shard.members.last_step(worker)}
 
     def _drop(self, worker: int) -> None:
-        """Decide once for all servers; they are told now, or learn it when they ask."""
+        """Drop a worker on all servers; a server that cannot be told now learns it when it asks for the verdict."""
         shard, others = self._shard, range(1, self._shard.servers)
         if not shard.members.is_live(worker):
             return
@@ -114,10 +114,10 @@ class MembershipCoordinator:
             self._ask(server, verdict)
 
     def join(self, worker: int) -> dict[str, Any]:
-        """Let a newcomer, or one that was dropped, take part from the next step on, the same on all servers.
+        """Let a new or a dropped worker take part from the next step on, which is the same step on all servers.
 
-        Meanwhile server 0 applies nothing: nobody gets the weights for the step after the next one, so that no server
-        can have passed it when the newcomer is made known there.
+        Meanwhile server 0 applies nothing: no worker gets the weights for the step after the next one, so that no
+        server can have passed it when it learns of the joining worker.
         """
         shard = self._shard
         if shard.server != 0:
@@ -134,7 +134,7 @@ class MembershipCoordinator:
                 self._change({"op": "thaw", "worker": worker})
         return {"step": entry["step"], "version": entry["version"]}
 
-    # ---- inside ----
+    # ---- internal ----
 
     def _change(self, head: dict[str, Any]) -> dict[str, Any]:
         return self._shard.change(self._shard.stamped(WireMessage(head)))

@@ -1,4 +1,4 @@
-"""When updates come together: sync, async, bounded and geo behind one interface.
+"""The update modes sync, async, bounded and geo behind one interface: they decide when updates are applied.
 
 A mode is changed under the shard's apply lock, by journaled requests only, and reads no clock: the same requests in the
 same order give the same bits.
@@ -19,69 +19,69 @@ from echelon.parameter_server.server.staleness import Staleness
 from echelon.parameter_server.server.store import ServerStore
 from echelon.parameter_server.table import merge
 
-#: Steps that a worker may push ahead of what is applied, in sync mode: what is held waits in memory.
+#: Steps that a worker may push ahead of the applied step in sync mode; such pushes wait in memory.
 MOST_AHEAD = 16
 
 
 class UpdateMode:
-    """``version`` counts what was applied: steps in sync mode, pushes in the others."""
+    """Base class of the update modes. ``version`` counts applied steps in sync mode, applied pushes in the others."""
 
     def __init__(self, job: JobSpec, store: ServerStore, members: JobWorkers, on_step: Callable[[], None]) -> None:
         self.job, self.store, self.members, self.on_step = job, store, members, on_step
         self.version = 0
-        self.frozen = False  #: a worker is joining: nothing more is applied until all servers know it
+        self.frozen = False  #: a worker is joining: nothing is applied until all servers know the worker
         self.staleness = Staleness()
-        self.loss: float | None = None  #: mean over all workers in the last step; None: no worker had an example
+        self.loss: float | None = None  #: mean over all workers in the last step; None if no worker had a sample
 
     # ---- changes ----
 
     def check(self, push: PushRequest) -> None:
-        """Refuse a push that is in order but comes at the wrong time."""
+        """Raise an error for a push that has the right sequence number but comes at the wrong time."""
 
     def take(self, push: PushRequest, frame: WireMessage) -> int:
-        """A worker's next push; its staleness. ``frame`` is what it was read from."""
+        """Take a worker's next push and return its staleness. ``frame`` is the message that contained the push."""
         raise NotImplementedError
 
     def commit(self, worker: int, seq: int) -> None:
-        """All servers have the worker's pushes up to ``seq``."""
+        """Record that all servers have the worker's pushes up to ``seq``."""
 
     def discard(self, worker: int, after: int) -> None:
-        """Forget pushes of a worker that do not count."""
+        """Discard the held pushes of a worker after step ``after``."""
 
     def settle(self) -> None:
-        """Apply what can be, after members or commits have changed."""
+        """Apply the steps that have become complete, after members or commits have changed."""
 
-    # ---- questions ----
+    # ---- queries ----
 
     def may_read(self, worker: int, step: int) -> bool:
-        """May this worker have the weights for a step?"""
+        """Return True if this worker may read the weights for a step."""
         return not self.missing(worker, step)
 
     def missing(self, worker: int, step: int) -> dict[int, str]:
-        """For whom the step has to wait, and what they have not done."""
+        """Return the workers that the step has to wait for, each with a description of what is missing."""
         return {}
 
     def applied(self, worker: int, seq: int) -> bool:
-        """Is a push of a worker part of the weights?"""
+        """Return True if a push of a worker is part of the weights."""
         return True
 
     def entry(self) -> int:
-        """The step from which on a newcomer takes part: where the slowest is."""
+        """Return the step at which a new worker enters: the step of the slowest worker."""
         live = [self.members.seats[worker].seq + 1 for worker in self.members.live()]
         return min(live, default=max((seat.seq + 1 for seat in self.members.seats.values()), default=0))
 
-    # ---- keeping ----
+    # ---- persistence ----
 
     def pending(self) -> list[WireMessage]:
-        """Pushes that were taken and not applied yet."""
+        """Return the pushes that were received and not applied yet."""
         return []
 
     def hold(self, push: PushRequest, frame: WireMessage) -> None:
-        """Take back a pending push."""
+        """Hold a pending push, for example when a snapshot is restored."""
 
 
 class SyncMode(UpdateMode):
-    """One step of all: the weighted mean of the gradients of those who take part, applied when all have committed."""
+    """Synchronous steps: the weighted mean of the members' gradients is applied when all members have committed."""
 
     def __init__(self, job: JobSpec, store: ServerStore, members: JobWorkers, on_step: Callable[[], None]) -> None:
         super().__init__(job, store, members, on_step)
@@ -121,7 +121,7 @@ class SyncMode(UpdateMode):
             self.on_step()
 
     def _wanted(self) -> bool:
-        """Does somebody take part in this step, or in a later one? A step that all left before is passed over."""
+        """Return True if a worker takes part in this step or is still live; a step without members is skipped."""
         return bool(self.members.at(self.version) or self.members.live())
 
     def missing(self, worker: int, step: int) -> dict[int, str]:
@@ -153,7 +153,7 @@ class SyncMode(UpdateMode):
         total = sum(push.weight for push in pushes)
         self.loss = sum(push.loss * push.weight for push in pushes if push.weight) / total if total else None
         if not total:
-            return  # no worker had an example
+            return  # no worker had a sample
         shares = [push.weight / total for push in pushes]
         for name in self.store.tables:
             taking = [(push, share) for push, share in zip(pushes, shares, strict=True) if name in push.ids]
@@ -173,7 +173,7 @@ class SyncMode(UpdateMode):
 
 
 def _weighted(parts: list[tuple[Floats, float]]) -> Floats:
-    """The weighted sum, in the order of the workers."""
+    """Return the weighted sum of the gradients, added in the order of the workers."""
     first, share = parts[0]
     total = first * np.float32(share)
     for gradient, share in parts[1:]:
@@ -182,7 +182,7 @@ def _weighted(parts: list[tuple[Floats, float]]) -> Floats:
 
 
 class AsyncMode(UpdateMode):
-    """Each push is applied at once."""
+    """Asynchronous updates: each push is applied at once."""
 
     def check(self, push: PushRequest) -> None:
         for name, ids in push.ids.items():
@@ -210,12 +210,12 @@ class AsyncMode(UpdateMode):
             self.store.update_dense(gradient, push.groups)
 
     def _caught_up(self, gradient: Floats, now: Floats, pulled: Floats) -> Floats:
-        """What the gradient would be at the weights of now, to first order (DC-ASGD, Zheng et al. 2017)."""
+        """Return the gradient corrected to the current weights, to first order (DC-ASGD, Zheng et al. 2017)."""
         return gradient + np.float32(self.job.compensate) * gradient * gradient * (now - pulled)
 
 
 class BoundedMode(AsyncMode):
-    """As async, but nobody is more than ``staleness`` steps ahead of the slowest."""
+    """Asynchronous updates in which no worker is more than ``staleness`` steps ahead of the slowest."""
 
     def missing(self, worker: int, step: int) -> dict[int, str]:
         seats, lowest = self.members.seats, step - self.job.staleness
@@ -224,7 +224,7 @@ class BoundedMode(AsyncMode):
 
 
 class GeoMode(AsyncMode):
-    """Workers step by themselves and send what changed."""
+    """Geo mode: workers step on their own and send the changes."""
 
     def _apply(self, push: PushRequest) -> None:
         for name, ids in push.ids.items():

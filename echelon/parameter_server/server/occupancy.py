@@ -1,4 +1,4 @@
-"""Count the rows of a table over all servers, so that its capacity holds for the table and not for each server."""
+"""Counting of a table's rows over all servers, so that its capacity applies to the table and not to each server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from echelon.parameter_server.server.store import even_share
 
 
 class Occupancy:
-    """The rows of tables with a capacity, as the servers' latest answers tell a worker.
+    """A worker's count of the rows of tables with a capacity, from the servers' latest answers.
 
-    Ids are hashed, so servers never hold equally many of them, and no server sees the others' rows. A worker hears from
-    all of them. It refuses an id too many where rows must stay; else it tells each server how many rows it may hold.
-    One server counts by itself.
+    Ids are hashed, so servers never hold exactly equal numbers of rows, and no server knows the rows of the others. A
+    worker gets answers from all servers. With on_full="error" it raises an error when the capacity is exceeded; else it
+    sends each server the number of rows that the server may hold. A single server counts its rows itself.
     """
 
     def __init__(self, tables: Sequence[TableSpec], servers: int) -> None:
@@ -26,11 +26,14 @@ class Occupancy:
 
     @property
     def is_counted(self) -> bool:
-        """Return True if some table's rows are counted here."""
+        """True if the rows of some table are counted here."""
         return bool(self._tables)
 
     def note(self, answers: Sequence[WireMessage]) -> None:
-        """Take what each server's answer says of its rows; raise if a table that must keep its rows is over-full."""
+        """Record the row counts in the servers' answers.
+
+        Raises ``EchelonError`` if a table with on_full="error" exceeds its capacity.
+        """
         if not self._tables:
             return
         for rows, answer in zip(self._rows, answers, strict=True):
@@ -38,14 +41,14 @@ class Occupancy:
         for table in self._tables:
             total = sum(rows.get(table.name, 0) for rows in self._rows)
             if table.on_full == "error" and total > max(table.capacity or 0, self._refused.get(table.name, 0)):
-                self._refused[table.name] = total  # said once, so that a script that catches it can still close
+                self._refused[table.name] = total  # raised once, so that a script that catches it can still close
                 raise EchelonError(
                     f"table '{table.name}' is full: {total:,} different ids came, and its {len(self._rows)} servers "
                     f"hold {table.capacity:,} together; raise capacity, or set on_full to 'lru' or 'lfu'"
                 )
 
     def limits(self, server: int) -> dict[str, int]:
-        """Return the most rows of each table that ``server`` may hold: what others leave, its even share at least."""
+        """Return the row limit of each table on ``server``: the rest of the capacity, but at least the even share."""
         return {table.name: self._limit(table, server) for table in self._tables if table.on_full != "error"}
 
     def _limit(self, table: TableSpec, server: int) -> int:

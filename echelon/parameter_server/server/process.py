@@ -1,9 +1,9 @@
-"""A server process: listens, holds its shard of the job that workers open, and ends when they are done.
+"""A server process: listens, holds its shard of the job that workers open, and ends when the workers are done.
 
-    python -m echelon.parameter_server.server.process          as the environment says ('echelon run' sets it)
+    python -m echelon.parameter_server.server.process          configured by the environment ('echelon run' sets it)
     python -m echelon.parameter_server.server.process --pservers A:1,B:1 --endpoint B:1 --trainers 4 --state DIR
 
-Exit codes: 0 the workers are done, 1 they never came or fell silent, 2 it was started wrongly, 128 + n a signal.
+Exit codes: 0 the workers are done, 1 the workers never came or fell silent, 2 wrong arguments, 128 + n signal n.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from echelon.parameter_server.server.server_peers import PATIENCE, ServerPeers
 from echelon.parameter_server.server.shard import ServerShard
 from echelon.parameter_server.server.worker_arrivals import WorkerArrivals
 
-#: Seconds between two looks at who is there.
+#: Seconds between two checks of the workers.
 LOOK = 0.1
-#: Answered while the server is still finding out what it held: nothing here depends on that.
+#: Requests that are answered while the server still restores its state, because they do not depend on it.
 UNGATED = ("beat", "stats", "mirror", "mirrored")
 #: Seconds for clients to hang up after the last worker has left.
 FAREWELL = 5.0
-#: Seconds for workers to hear why a server ends before they do; more than the time between two beats.
+#: Seconds for workers to learn why a server ends, before it ends; more than the time between two heartbeats.
 LAST_WORD = 2.5
 
 
 def serve(role: Role, *, state: Path | None = None, security: Security | None = None) -> int:
-    """Be server ``role.index`` until the workers are done (0) or a signal comes (128 + its number).
+    """Run server ``role.index`` until the workers are done (0) or a signal comes (128 + its number).
 
     Raises ``PeerLost`` when workers do not come or fall silent.
 
-    state:  where to keep what must outlive this process; None: the environment's word, or nothing is kept
+    state:  directory for state that outlives this process; None: taken from the environment, else no persistence
     """
     security = security or Security.from_environment(token=role.token or None)
     state = state or (Path(os.environ[PS_STATE]) if os.environ.get(PS_STATE) else None)
@@ -62,7 +62,7 @@ def serve(role: Role, *, state: Path | None = None, security: Security | None = 
 
 
 def _without_helpers() -> None:
-    """Each stream's thread would have helpers of its own in torch, which burn what workers need."""
+    """Limit torch to one thread: each stream's thread would start its own OpenMP pool and take CPUs from workers."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # torch is imported later, or never
@@ -71,7 +71,7 @@ def _without_helpers() -> None:
 
 
 class ParameterServerProcess:
-    """A server at its post: its port, its shard, and the watch over who is there."""
+    """A running server: its port, its shard, and the supervision of its workers."""
 
     def __init__(self, role: Role, state: Path | None, security: Security) -> None:
         self._role, self._state = role, state
@@ -85,7 +85,7 @@ class ParameterServerProcess:
         self._figures = ServerLog(role.index, self.shard, lambda: self._server.traffic)
 
     def hold(self) -> int:
-        """Serve until there is a reason not to; the exit code."""
+        """Serve until the workers are done or a signal comes, and return the exit code."""
         count = len(self._role.endpoints)
         print(f"echelon: server {self._role.index} of {count} is ready at {self._server.endpoint}", flush=True)
         try:
@@ -103,13 +103,13 @@ class ParameterServerProcess:
         return self._code
 
     def stop(self, number: int) -> None:
-        """End because of this signal; what was kept stays, for the next process to go on from."""
+        """End because of this signal; the stored state stays, so that the next process can resume from it."""
         self._code = 128 + number
         self._reason = f"server {self._role.index} was stopped by {signal.Signals(number).name}"
         self._stop.set()
 
     def _handle(self, frame: WireMessage, gone: Callable[[], bool]) -> WireMessage:
-        """Workers are answered when it is known whether this server has held their job before."""
+        """Answer a request; workers wait until the server has restored an earlier state of their job, if any."""
         op, worker = frame.head.get("op"), frame.head.get("worker")
         if op in ("hello", "beat"):
             self._company.record_arrival(worker)
@@ -129,7 +129,7 @@ class ParameterServerProcess:
         return WireMessage({**answer.head, **self._company.news()}) if op == "beat" else answer
 
     def _tell_reason(self) -> None:
-        """Give the workers, which ask or beat every few seconds, the time to hear why this server ends."""
+        """Wait until the workers, which send a request or heartbeat every few seconds, know why this server ends."""
         self._ending.set()
         self.shard.dismiss(self._reason)
         deadline = time.monotonic() + LAST_WORD
@@ -137,7 +137,7 @@ class ParameterServerProcess:
             time.sleep(0.01)
 
     def _revive(self) -> None:
-        """Bring the job back that an earlier process of this server held."""
+        """Restore the job of an earlier process of this server."""
         if self._state is not None:
             me = f"server {self._role.index}"
             with WaitNotice(me, PATIENCE, component="ps").during(self._holder):
@@ -149,7 +149,10 @@ class ParameterServerProcess:
         self._revived.set()
 
     def _leave(self) -> None:
-        """Hang up on the others first, and wait a little for them to do the same: a neighbour may still write here."""
+        """Close the channels to other servers, wait briefly for them to do the same, then end.
+
+        The wait is needed because a neighbor may still write its replica here.
+        """
         done = self.shard.done()
         self._peers.close()
         deadline = time.monotonic() + (FAREWELL if done else 0.0)
@@ -157,21 +160,21 @@ class ParameterServerProcess:
             time.sleep(0.01)
         self.shard.close(self._reason)
         if done and self._state is not None:
-            shutil.rmtree(self._home(self.shard.job.session), ignore_errors=True)  # nobody will come back for it
+            shutil.rmtree(self._home(self.shard.job.session), ignore_errors=True)  # no process will resume it
         self._server.close()
 
-    # ---- keeping ----
+    # ---- persistence ----
 
     def _keeper(self, shard: Any) -> ShardPersistence:
         return ShardPersistence(shard, self._home(shard.job.session), shard.job.keeping, self._neighbour())
 
     def _neighbour(self) -> Callable[[WireMessage], WireMessage] | None:
-        """Asks the server that keeps the replica of this one; None: it is the only one."""
+        """Return a function that asks the server with the replica of this one; None if there is only one server."""
         count = len(self._role.endpoints)
         return partial(self._peers.ask, (self._role.index + 1) % count) if count > 1 else None
 
     def _holder(self) -> str:
-        """Name the server of ``_neighbour``; '' if there is none."""
+        """Return a description of the server that ``_neighbour`` asks; '' if there is none."""
         holder = (self._role.index + 1) % len(self._role.endpoints)
         return (
             ""
@@ -186,7 +189,7 @@ class ParameterServerProcess:
 
 @contextlib.contextmanager
 def _signals(stop: Any) -> Iterator[None]:
-    """End in order on SIGTERM and SIGINT."""
+    """Call ``stop`` on SIGTERM and SIGINT inside the context, for an orderly end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -201,14 +204,14 @@ def _signals(stop: Any) -> Iterator[None]:
 
 
 def end(code: int) -> NoReturn:
-    """Leave the process at once: Python's own end would wait, inside gRPC, for streams that only clients can close."""
+    """Exit at once: Python's normal exit would wait, inside gRPC, for streams that only clients can close."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process's main; a mistake is one line on stderr."""
+    """Run a server process from command-line arguments; an error is printed as one line on stderr."""
     logging.basicConfig(format="echelon: %(message)s")
     try:
         given = _parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""A server of a checkpoint: answers readers with its rows, takes no updates, and stays until it is told to end."""
+"""A read-only server of a checkpoint: it answers pulls, refuses updates, and runs until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.parameter_server.server.shard import ServerShard
 
 
 def serve_checkpoint(role: Role, checkpoint: Path, security: Security) -> int:
-    """Be server ``role.index`` of those that share the checkpoint; the exit code, 128 + n for signal n."""
+    """Run server ``role.index`` of those that share the checkpoint; return the exit code, 128 + n for signal n."""
     path = locate(checkpoint)
     with ServerCheckpoint(path) as saved:
         job = _shared_by(saved.jobs[0], len(role.endpoints))
@@ -31,14 +31,14 @@ def serve_checkpoint(role: Role, checkpoint: Path, security: Security) -> int:
 
 
 def _shared_by(job: JobSpec, servers: int) -> JobSpec:
-    """The job of the checkpoint on another number of servers: rows go by their buckets, dense blocks to the first."""
+    """Return the checkpoint's job for another number of servers: rows move by bucket, dense blocks to server 0."""
     if job.servers == servers:
         return job
     return replace(job, servers=servers, blocks=tuple(replace(block, server=0) for block in job.blocks))
 
 
 def _signal() -> int:
-    """Wait for SIGTERM or SIGINT."""
+    """Wait for SIGTERM or SIGINT and return the signal's number."""
     came: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: came.append(number))

@@ -1,4 +1,4 @@
-"""server-N.jsonl: what a parameter server holds and moves, about once a second while something changes."""
+"""server-N.jsonl: rows, requests and traffic of a parameter server, about once a second while they change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from echelon.observability.runlog.log_files import JsonLinesFile, launcher_run_d
 if TYPE_CHECKING:
     from echelon.parameter_server.server.shard import ServerShard
 
-#: Seconds between two looks.
+#: Least seconds between two lines.
 PERIOD = 1.0
 
 
 class ServerLog:
-    """traffic: bytes that came and went so far"""
+    """The log file of one server.
+
+    traffic: function that returns the bytes received and sent so far
+    """
 
     def __init__(self, server: int, shard: ServerShard, traffic: Callable[[], tuple[int, int]]) -> None:
         directory = launcher_run_directory()
@@ -27,7 +30,7 @@ class ServerLog:
         self._before: dict[str, Any] = {}
 
     def look(self, last: bool = False) -> None:
-        """Write a line, where a second has passed and anything has changed since the line before."""
+        """Write a line if a second has passed and a figure has changed since the line before; ``last``: do not wait."""
         now = time.monotonic()
         if self._lines is None or not self._shard.opened or (not last and now - self._looked < PERIOD):
             return

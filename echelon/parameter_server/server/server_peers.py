@@ -1,4 +1,4 @@
-"""A server's way to the other servers of its job."""
+"""A server's channels to the other servers of its job."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from echelon.base.security import Security
 from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.parameter_server.protocol.message import WireMessage
 
-#: Seconds that a server waits for another: enough for one that is killed to come back.
+#: Seconds that a server waits for another one: enough for a killed server to be restarted.
 PATIENCE = 20.0
 
 
 class ServerPeers:
-    """Links that are made when they are first needed, and anew after their server was lost."""
+    """Channels that are opened when they are first needed, and again after their server was lost."""
 
     def __init__(self, endpoints: Sequence[str], security: Security, patience: float = PATIENCE) -> None:
         self._endpoints, self._security, self._patience = list(endpoints), security, patience
@@ -25,7 +25,7 @@ class ServerPeers:
         self._closed = False
 
     def ask(self, server: int, frame: WireMessage) -> WireMessage:
-        """Another server's answer; ``PeerLost`` if there is none in time."""
+        """Send a message to another server and return its answer. Raises ``PeerLost`` if there is none in time."""
         link = self._link(server)
         try:
             return link.send(frame).result(self._patience)

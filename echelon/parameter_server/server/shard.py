@@ -1,4 +1,4 @@
-"""``ServerShard``: one server of a job, as the frames that reach it see it. It knows nothing of networks."""
+"""``ServerShard``: the request handler of one server of a job. It does not depend on the network layer."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from echelon.parameter_server.server.state import PersistenceProtocol, ServerSta
 
 Gone = Callable[[], bool]
 
-#: Seconds between two looks at whether a client hung up or a worker fell silent.
+#: Seconds between two checks for clients that hung up and workers that fell silent.
 TICK = 0.1
-#: What can be asked of a server that only serves.
+#: Requests that a read-only server answers.
 READS = ("hello", "pull", "stats")
-#: What servers ask each other about a worker: no sign of life of it.
+#: Requests between servers about a worker; they do not count as heartbeats of that worker.
 BETWEEN = ("verdict", "fence", "drop", "enter")
-#: What can be asked before a job is open.
+#: Requests that are answered before a job is open.
 EARLY = ("hello", "open", "stats", "beat", "mirror", "mirrored")
 
 
 class ServerShard(ServerState):
-    """One server: its state, and the requests of workers and other servers. Pulls take only a table's own mutex.
+    """One server: its state, and the requests of workers and other servers. Row reads take only the table's own mutex.
 
-    ask:        carries a frame to another server of the job
-    read_only:  serve what was loaded, change nothing
+    ask:        function that sends a message to another server of the job
+    read_only:  answer reads of the loaded state only, and refuse changes; default False
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ServerShard(ServerState):
     # ---- requests ----
 
     def handle(self, frame: WireMessage, gone: Gone = lambda: False) -> WireMessage:
-        """Answer one request. Called by one thread for each client; ``gone`` says that the client has hung up."""
+        """Answer one request. Each client has its own thread; ``gone`` returns True if the client has hung up."""
         try:
             operation = self._operation(frame.head)
             return operation(frame, gone)
@@ -83,7 +83,7 @@ class ServerShard(ServerState):
         return self._operations[name]
 
     def hello(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """What this server knows of a worker."""
+        """Return what this server knows about a worker: membership, last push, version, saved blobs."""
         head: dict[str, Any] = {"ok": True, "server": self.server, "servers": self.servers, "opened": self.opened}
         if not self.opened:
             return WireMessage(head)
@@ -95,7 +95,7 @@ class ServerShard(ServerState):
             return WireMessage(head | {"saved": [seq for seq, _ in self.blobs.get(worker, [])]})
 
     def open(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """The first worker opens the job, the others agree. Another session takes the place of what was."""
+        """Open the job, or check that the worker describes the open job. A new session replaces the state."""
         plain = frame.head.get("job")
         if not isinstance(plain, dict):
             raise RequestError("a request 'open' does not say what the job is")
@@ -110,7 +110,7 @@ class ServerShard(ServerState):
         return WireMessage({"ok": True})
 
     def begin(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """The first values of the dense blocks. Worker 0's count, and only once."""
+        """Set the initial values of the dense blocks. Only worker 0's values are used, and only once."""
         values = frame.arrays[0] if frame.arrays else np.empty(0, np.float32)
         if values.dtype != np.float32 or values.size != self.dense.size:
             raise RequestError(f"first values: {values.size} {values.dtype}, expected {self.dense.size} float32")
@@ -122,7 +122,7 @@ class ServerShard(ServerState):
         return WireMessage({"ok": True})
 
     def pull(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """Rows and blocks for a step, when it may begin."""
+        """Return rows and blocks for a step, as soon as the step may begin."""
         pull = read_pull(frame, self.layout)
         if self.read_only and not pull.peek:
             raise RequestError(f"server {self.server} only serves: pull with peek")
@@ -138,7 +138,7 @@ class ServerShard(ServerState):
         return WireMessage({"ok": True, **told}, arrays + [self.dense.values()] * pull.dense)
 
     def _step_figures(self) -> dict[str, Any]:
-        """Return what all workers are told of the step before, the same to each: no worker has pushed the next one."""
+        """Return the figures of the previous step; all workers get the same, because none has pushed the next step."""
         return {"rows": self.store.capped_rows()} | ({} if self.mode.loss is None else {"loss": self.mode.loss})
 
     def _rows(self, name: str, ids: Any, state: bool) -> Any:
@@ -146,7 +146,7 @@ class ServerShard(ServerState):
         return (table.pull_state(ids) if state else table.pull(ids)).reshape(-1)
 
     def push(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """A worker's update: taken once, however often it comes."""
+        """Take a worker's update; a repeated one is acknowledged but not applied again."""
         layout = self.layout
         push = read_push(frame, layout)
         check_numbers(push, layout.dense)
@@ -160,7 +160,7 @@ class ServerShard(ServerState):
             else:
                 self._check_order(push, seat)
                 answer = self.change(self.stamped(frame))
-            if self.job.mode != "sync":  # there they are told with the step's end, the same to all workers
+            if self.job.mode != "sync":  # in sync mode pulls report them, so that all workers get the same numbers
                 answer["rows"] = self.store.capped_rows()
         return WireMessage({"ok": True, **answer}, [self.dense.values()] * push.values)
 
@@ -173,7 +173,7 @@ class ServerShard(ServerState):
         self.mode.check(push)
 
     def commit(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """All servers have a worker's pushes up to this one."""
+        """Record that all servers have a worker's pushes up to this one."""
         self._commit(worker_of(frame.head, 0), whole(frame.head, "seq", -1))
         return WireMessage({"ok": True, "version": self.version})
 
@@ -186,13 +186,13 @@ class ServerShard(ServerState):
                 self.change(self.stamped(WireMessage({"op": "commit", "worker": worker, "seq": seq})))
 
     def leave(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """A worker is done. All that it pushed counts."""
+        """Remove a worker that is done from the job. All of its pushes count."""
         return self._once(frame, lambda worker: self.members.is_live(worker) and not self.members.seats[worker].fenced)
 
     def new_pass(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """A worker has been through the data once more; ``passes``, if given, says how many times altogether.
+        """Record that a worker has finished a pass over the data; ``passes``, if given, is its total number of passes.
 
-        Said again with no push between, it is the same pass: a retry.
+        Without ``passes``, a second request with no push in between is a retry and counts as the same pass.
         """
         told = None if frame.head.get("passes") is None else whole(frame.head, "passes", 0)
 
@@ -211,12 +211,12 @@ class ServerShard(ServerState):
         return WireMessage({"ok": True, "opened": self.opened})
 
     def blob(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """What a worker last had kept here of its own state."""
+        """Return the last states that a worker stored on this server."""
         kept = self.blobs.get(worker_of(frame.head), [])
         return WireMessage({"ok": True, "steps": [seq for seq, _ in kept]}, [content for _, content in kept])
 
     def stats(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """Counters for people."""
+        """Return counters and sizes for display."""
         head: dict[str, Any] = {"ok": True, "server": self.server, "opened": self.opened, "lsn": self.lsn}
         if not self.opened:
             return WireMessage(head)
@@ -230,7 +230,7 @@ class ServerShard(ServerState):
         return WireMessage(head | {"dense": self.dense.size, "silent": self._silences(), "broken": self.broken})
 
     def figures(self) -> dict[str, Any]:
-        """What a run writes down of this server, of an open job."""
+        """Return this server's figures for the run log. The job must be open."""
         with self.lock:
             stale = self.mode.staleness
             old = None if self.job.mode == "sync" else {"mean": round(stale.mean(), 3), "max": stale.largest}
@@ -249,7 +249,7 @@ class ServerShard(ServerState):
         return WireMessage({"ok": True, **self.council.join(worker_of(frame.head, 0))})
 
     def told(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """What server 0 decided: fence, drop, enter."""
+        """Apply a decision of server 0: fence, drop or enter."""
         head = frame.head
         worker_of(head, 0)
         if head["op"] in ("drop", "enter"):
@@ -261,7 +261,7 @@ class ServerShard(ServerState):
                 )
             return WireMessage({"ok": True, **self.change(self.stamped(frame))})
 
-    # ---- keeping ----
+    # ---- persistence ----
 
     def save(self, frame: WireMessage, gone: Gone) -> WireMessage:
         self._kept(frame).save(Path(text(frame.head, "path")), whole(frame.head, "step", 0))
@@ -279,7 +279,7 @@ class ServerShard(ServerState):
         return WireMessage({"ok": True, "rows": rows, "version": version})
 
     def mirror(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        """What another server wants kept here, or back."""
+        """Store or return files of another server's replica."""
         return self._kept(frame).handle(frame)
 
     def _kept(self, frame: WireMessage) -> PersistenceProtocol:
@@ -305,7 +305,7 @@ class ServerShard(ServerState):
         return self._wait(missing, f"step {pull.step}", pull.worker, gone)
 
     def _wait(self, missing: Callable[[], dict[int, str]], what: str, worker: int, gone: Gone) -> float:
-        """Until nobody is missing; the seconds it took."""
+        """Wait until no worker is missing, and return the seconds waited."""
         began, layout = self._clock(), self.layout
         while True:
             with self.lock:
@@ -330,18 +330,18 @@ class ServerShard(ServerState):
             )
 
     def done(self) -> bool:
-        """Have all workers left?"""
+        """Return True if the job is open and all workers have left."""
         with self.lock:
             return self.opened and not self.members.live()
 
     def dismiss(self, reason: str) -> None:
-        """Let nobody wait any longer, for this ``reason``."""
+        """Make all waiting requests fail with ``reason``."""
         with self.lock:
             self.reason = self.reason or reason
             self.moved.notify_all()
 
     def close(self, reason: str = "") -> None:
-        """Let nobody wait any longer, and write nothing down any more."""
+        """Make all waiting requests fail, refuse further changes and stop persistence."""
         self.dismiss(reason)
         with self.lock:
             self.closed = True
@@ -376,14 +376,14 @@ def _check(job: JobSpec, servers: int) -> None:
 
 
 def _agree(known: JobSpec, told: JobSpec, worker: int) -> None:
-    newcomer = dataclasses.replace(told, trainers=known.trainers)  # who comes later counts itself, too
+    newcomer = dataclasses.replace(told, trainers=known.trainers)  # a late worker counts itself, too
     difference = _difference(known.to_json(), newcomer.to_json(), "job")
     if difference:
         raise MismatchError(f"worker {worker} was built differently from the worker that opened the job: {difference}")
 
 
 def _difference(known: Any, told: Any, path: str) -> str:
-    """The first place where two JSON values differ; '' if nowhere."""
+    """Return a description of the first place where two JSON values differ; '' if they are equal."""
     if isinstance(known, dict) and isinstance(told, dict):
         parts = [
             (f"{path}.{key}", known.get(key), told.get(key)) for key in [*known, *(k for k in told if k not in known)]

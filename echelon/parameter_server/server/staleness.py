@@ -1,11 +1,11 @@
-"""How old the weights were that gradients were computed from: versions applied between a worker's pull and its push."""
+"""Statistics of staleness: the versions applied between a worker's pull and its push."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Staleness from here on is counted together, so that the histogram stays small however long a job runs.
+#: All staleness from this value on shares one cell, so that the histogram stays small however long a job runs.
 MANY = 64
 
 
@@ -29,7 +29,7 @@ class Staleness:
         return self.total / self.count if self.count else 0.0
 
     def report(self) -> dict[str, Any]:
-        """For people; the last cell of the histogram is "64+"."""
+        """Return the statistics for display; the last cell of the histogram is "64+"."""
         cells = {f"{MANY}+" if cell == MANY else str(cell): n for cell, n in sorted(self.histogram.items())}
         return {"pushes": self.count, "mean": self.mean(), "max": self.largest, "histogram": cells}
 

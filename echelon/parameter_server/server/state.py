@@ -1,4 +1,4 @@
-"""What a server holds of a job, and what a change that was written down does to it: the part that a replay repeats."""
+"""A server's state of a job, and the application of journaled changes to it: the part that a replay repeats."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from echelon.parameter_server.table import Table
 
 log = logging.getLogger("echelon.parameter_server")
 
-#: States of its own that a worker may have kept here: the last two.
+#: Number of a worker's own states (blobs) that are kept: the last two.
 BLOBS = 2
 
 
 class PersistenceProtocol(Protocol):
-    """Makes a shard outlive its process."""
+    """Interface of the persistence of a shard, which keeps its state beyond the process."""
 
     def start(self) -> bool:
-        """Bring back what was kept of the job that has just been opened; was there anything?"""
+        """Restore the stored state of the job that was just opened; return True if there was any."""
 
     def close(self) -> None: ...
 
     def append(self, frame: WireMessage) -> None:
-        """Write a change down; returns when it may be answered. Under the shard's lock."""
+        """Journal a change; return when the change may be answered. The caller holds the shard's lock."""
 
     def handle(self, frame: WireMessage) -> WireMessage:
-        """Answer ``mirror`` and ``mirrored``. This and what follows: not under the shard's lock."""
+        """Answer ``mirror`` and ``mirrored``. This and the methods below are called without the shard's lock."""
 
     def save(self, path: Path, step: int) -> None: ...
 
@@ -53,11 +53,12 @@ class PersistenceProtocol(Protocol):
 class ServerState:
     """One server's state.
 
-    Every change goes through ``change`` under one lock: first to the keeper, then to ``apply``, which reads no clock
-    and no randomness, so that the same frames in the same order give the same bits.
+    Every change goes through ``change`` under one lock: it is first written to the journal by ``keeper``, then passed
+    to ``apply``, which reads no clock and no random numbers, so that the same messages in the same order give the same
+    bits.
 
-    directory:  for tables with a disk tier
-    keep:       makes the keeper of a job that opens; None: nothing outlives the process
+    directory:  directory for tables with a disk tier
+    keep:       function that makes the persistence of a job that opens; None: nothing outlives the process
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class ServerState:
         self.server, self.servers = index, servers
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
-        self.lsn = 0  #: changes applied so far
+        self.lsn = 0  #: number of changes applied so far
         self.opened = self.closed = False
-        self.reason = ""  #: why the server ends, for callers that wait
+        self.reason = ""  #: why the server ends, for requests that wait
         self.keeper: PersistenceProtocol | None = None
         self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
         self._directory, self._keep, self._clock, self._wall = directory, keep, clock, wall
         self._changes = _changes(self)
 
     def install(self, job: JobSpec) -> None:
-        """Begin a job, or bring it back; nobody is answered before that is done."""
+        """Begin a job or restore its state; no request of the job is answered before that is done."""
         with self.lock:
             self.opened = False
             if self.keeper is not None:
@@ -100,11 +101,11 @@ class ServerState:
         self.opened = True
 
     def _bring_back(self, keeper: PersistenceProtocol | None) -> None:
-        self.keeper = keeper  # from now on, for other servers may want back what it keeps of theirs
+        self.keeper = keeper  # set before start(), because other servers may ask for the replicas that it stores
         try:
             if keeper is not None and keeper.start():
                 for worker in self.members.live():
-                    self.beats.hear(worker)  # they were, before this process: time to come back
+                    self.beats.hear(worker)  # they were members before the restart: give them time to reconnect
         except BaseException:
             self.keeper = None
             raise
@@ -122,7 +123,7 @@ class ServerState:
         return self.mode.version
 
     def seat(self, worker: int) -> WorkerMembership:
-        """A member's place; an error for everybody else."""
+        """Return a worker's membership. Raises ``MismatchError`` if the worker is not a live member of the job."""
         if self.broken:
             raise EchelonError(self.broken)
         seat = self.members.seats.get(worker)
@@ -135,15 +136,15 @@ class ServerState:
     # ---- changes ----
 
     def stamped(self, frame: WireMessage) -> WireMessage:
-        """With the time in it: ``apply`` must not read a clock."""
+        """Return the message with the current time in its head, because ``apply`` must not read a clock."""
         return WireMessage({**frame.head, "now": int(self._wall())}, frame.arrays)
 
     def change(self, frame: WireMessage) -> dict[str, Any]:
-        """Write a change down, then make it; what to answer."""
+        """Journal a change, then apply it; return the head of the answer."""
         with self.lock:
             if self.broken:
                 raise EchelonError(self.broken)
-            if self.closed:  # nothing writes changes down any more
+            if self.closed:  # changes are not journaled any more
                 raise PeerLost(self.reason or f"server {self.server} is ending")
             if self.keeper is not None:
                 self.keeper.append(frame)
@@ -155,28 +156,28 @@ class ServerState:
                 log.exception("a change failed")
                 raise EchelonError(self.broken) from error
             finally:
-                self.moved.notify_all()  # of a failure too: a caller that waits for this step is told
+                self.moved.notify_all()  # also after a failure, so that requests that wait for this step learn of it
         if self.broken:
             raise EchelonError(self.broken)
         return answer
 
     def apply(self, frame: WireMessage) -> dict[str, Any]:
-        """Make a change that was written down. Depends on nothing but the state and the frame."""
+        """Apply a journaled change. The result depends on nothing but the state and the message."""
         with self.lock:
             try:
                 self.store.moment(self.lsn + 1, int(frame.head.get("now", 0)))
                 return self._changes[frame.head["op"]](frame)
             except EchelonError as error:
-                self.broken = " ".join(str(error).split())  # a step was applied in part: there is no going on
+                self.broken = " ".join(str(error).split())  # the step was applied only in part
                 return {"error": self.broken}
-            except BaseException as error:  # memory, torch, CUDA: the state is no longer what its journal says
+            except BaseException as error:  # memory, torch, CUDA: the state no longer matches its journal
                 self._break(frame, error)
                 raise
             finally:
                 self.lsn += 1
 
     def _break(self, frame: WireMessage, error: BaseException) -> None:
-        """Mark the state as one that differs from its journal: it answers nothing and is not written to the disk."""
+        """Mark the state as different from its journal: it is neither served nor written to disk from now on."""
         head = frame.head
         of = f" {head['seq']}" if "seq" in head else ""
         of += f" of worker {head['worker']}" if "worker" in head else ""
@@ -255,10 +256,10 @@ class ServerState:
         return {"passes": self.store.passes}
 
     def _finish_passes(self) -> None:
-        """A pass is over when the first worker is through it and its last push of it is applied.
+        """Finish each pass that some worker has completed and whose last push by that worker is applied.
 
-        So it comes after the same step on every server, whatever order its announcement and other workers' pushes
-        arrive in.
+        So a pass ends after the same step on every server, in whatever order the worker's announcement and the other
+        workers' pushes arrive.
         """
         seats = self.members.seats.items()
         over = [seat.passes - (not self.mode.applied(worker, seat.pass_after)) for worker, seat in seats]
@@ -269,10 +270,10 @@ class ServerState:
         self.store.remove(frame.head["table"], frame.arrays[0])
         return {}
 
-    # ---- for the keeper, under the lock ----
+    # ---- for persistence, under the lock ----
 
     def facts(self) -> Sequence[WireMessage]:
-        """Everything but rows and blocks: one frame of numbers, one for each blob and each pending push."""
+        """Return the state except rows and blocks: one message of numbers, one per blob, and one per pending push."""
         plain = {"lsn": self.lsn, "version": self.version, "frozen": self.mode.frozen, "broken": self.broken}
         plain["loss"] = self.mode.loss
         plain |= {"members": self.members.facts(), "staleness": self.mode.staleness.facts()}
@@ -285,11 +286,11 @@ class ServerState:
         return [WireMessage({"kind": "facts", **plain}), *blobs, *self.pending()]
 
     def pending(self) -> list[WireMessage]:
-        """Pushes that were taken and not applied yet."""
+        """Return the pushes that were received and not applied yet."""
         return self.mode.pending()
 
     def restore_facts(self, facts: Sequence[WireMessage]) -> None:
-        """The reverse of ``facts``, for the same job on the same server."""
+        """Restore what ``facts`` returned, for the same job on the same server."""
         plain = facts[0].head
         self.lsn, self.broken = plain["lsn"], plain["broken"]
         self.counts = dict(plain["counts"])
@@ -304,11 +305,11 @@ class ServerState:
                 self.mode.hold(read_push(frame, self.layout), frame)
 
     def load_facts(self, facts: Sequence[WireMessage]) -> None:
-        """Of a checkpoint's facts what belongs to its rows and blocks. Steps of this job go on being counted."""
+        """Load the part of a checkpoint's facts that belongs to its rows and blocks; this job's version is kept."""
         self.store.restore({**facts[0].head["store"], "begun": True, "expired": {}})
 
     def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
-        """A replay begins: changes up to these LSNs are in what was restored. With no floors: it is over."""
+        """Begin a replay, in which changes up to these LSNs are already restored; empty floors end the replay."""
         self.store.set_floors(floors, dense)
 
     def forget(self) -> None:

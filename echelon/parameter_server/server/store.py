@@ -1,4 +1,4 @@
-"""A server's numbers: its rows of every table and its dense blocks, and what updates do to them."""
+"""A server's values: its rows of every table and its dense blocks, and the updates of both."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ Ids = NDArray[np.int64]
 
 
 def even_share(capacity: int, buckets: range) -> int:
-    """Return the rows of a table that ``buckets`` hold if ids are dealt out evenly."""
+    """Return the number of rows of a table in ``buckets`` if ids are evenly distributed."""
     return max(1, -(-capacity * len(buckets) // BUCKETS))
 
 
 class ServerStore:
-    """Changed under the shard's apply lock only; rows and blocks may be read at any time.
+    """The tables and dense blocks of one server.
 
-    During a replay parts of it are ahead of the journal: ``floors`` says, for each table and bucket, up to which LSN
-    its rows already are what they should be, ``dense_floor`` the same for the blocks. Changes up to there pass by.
+    They are changed under the shard's apply lock only; rows and blocks may be read at any time.
+
+    During a replay parts of the store are ahead of the journal: ``floors`` is, for each table and bucket, the LSN up to
+    which its rows already include all changes, and ``dense_floor`` is the same for the blocks. Changes up to that LSN
+    are skipped.
     """
 
     def __init__(self, job: JobSpec, server: int, directory: Path | None = None) -> None:
@@ -40,33 +43,33 @@ class ServerStore:
         self._lsn = self._now = 0
         self.floors: dict[str, NDArray[np.int64]] = {}
         self.dense_floor = 0
-        self.evicted: list[tuple[str, Ids]] = []  #: to make room, since somebody last looked
+        self.evicted: list[tuple[str, Ids]] = []  #: evicted ids that are not journaled yet
 
     def _table(self, spec: TableSpec, directory: Path | None) -> Table:
         return Table(spec, buckets=self.buckets, directory=directory, capacity=self._capacity(spec))
 
     def _capacity(self, spec: TableSpec) -> int | None:
-        """Return the most rows to hold here until a worker says what other servers leave of the capacity.
+        """Return the row limit of this server until a worker sends the limit that the other servers leave.
 
-        All of it where rows must stay: an id too many is refused by workers, who count over all servers.
+        With on_full="error" the limit is the whole capacity: workers count rows over all servers and raise the error.
         """
         if spec.capacity is None or spec.on_full == "error":
             return spec.capacity
         return even_share(spec.capacity, self.buckets)
 
     def capped_rows(self) -> dict[str, int]:
-        """Return the rows here of each table that has a capacity, for workers, who count them over all servers."""
+        """Return this server's rows of each table that has a capacity; workers add them up over all servers."""
         return {name: len(table) for name, table in self.tables.items() if table.spec.capacity is not None}
 
     def moment(self, lsn: int, now: int) -> None:
-        """The change that is being applied: its number, and the time that its frame says it is."""
+        """Set the LSN of the change that is being applied, and the time in its message."""
         self._lsn, self._now = lsn, now
 
     def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
-        """A replay begins; with no floors, it is over.
+        """Begin a replay; empty floors end it.
 
-        Who is evicted from a full table depends on all of it, of which a part may be ahead. So evictions are written
-        down, and during a replay nothing else makes room.
+        The rows that a full table evicts depend on the whole table, parts of which may be ahead of the journal during a
+        replay. So evictions are journaled, and a replay makes only the journaled ones.
         """
         self.dense_floor = dense
         self.floors = {name: np.zeros(BUCKETS, np.int64) for name in floors}
@@ -84,14 +87,14 @@ class ServerStore:
         self.begun = True
 
     def update(self, name: str, ids: Ids, gradients: Floats, rate: float | None, limit: int | None = None) -> None:
-        """One step of a table's rule. ``limit``: the most rows that this server may hold."""
+        """Apply one step of a table's rule. ``limit`` is the most rows that this server may hold."""
         self._set_limit(name, limit)
         ids, gradients = self._above_floor(name, ids, gradients)
         self._note_evicted(name, self.tables[name].push(ids, gradients, lr=rate, now=self._now))
         self._expire_by_time(name)
 
     def add(self, name: str, ids: Ids, changes: Floats, limit: int | None = None) -> None:
-        """Records plus a change: what geo workers send."""
+        """Add the changes that a geo worker sent to the records."""
         self._set_limit(name, limit)
         ids, changes = self._above_floor(name, ids, changes)
         self._note_evicted(name, self.tables[name].add(ids, changes, now=self._now))
@@ -106,16 +109,16 @@ class ServerStore:
             self.dense.add(change)
 
     def remove(self, name: str, ids: Ids) -> None:
-        """What was evicted when the journal was written."""
+        """Remove rows whose eviction the journal records."""
         self.tables[name].remove(self._above_floor(name, ids, ids)[0])
 
     def check_room(self, name: str, ids: Ids) -> None:
-        """An error if a table that must not let go of rows has no room for these."""
+        """Raise ``EchelonError`` if a table with on_full="error" has no room for these ids."""
         if self.tables[name].spec.on_full == "error":
             self.tables[name].make_room(ids)
 
     def new_pass(self) -> None:
-        """A pass over the data is over."""
+        """End a pass over the data: remove the rows that expire by passes."""
         self.passes += 1
         for name, table in self.tables.items():
             table.new_pass()
@@ -124,7 +127,7 @@ class ServerStore:
 
     def _set_limit(self, name: str, limit: int | None) -> None:
         table = self.tables[name]
-        if limit is not None and table.capacity is not None:  # None: a replay, which evicts what was written down
+        if limit is not None and table.capacity is not None:  # None: a replay, which evicts only what was journaled
             table.capacity = limit
 
     def _note_evicted(self, name: str, ids: Ids) -> None:
@@ -138,7 +141,10 @@ class ServerStore:
         return ids[keep], rows[keep]
 
     def _expire_by_time(self, name: str) -> None:
-        """Eight times in the life of a row: often enough to let go in time, seldom enough to cost nothing."""
+        """Remove rows that expire by time, if an eighth of ``expire_seconds`` has passed since the last removal.
+
+        An eighth is often enough to free memory in time, and rare enough to cost nothing.
+        """
         if name not in self._seconds:
             return
         since = self._expired.setdefault(name, self._now)
@@ -161,7 +167,7 @@ class ServerStore:
         self.dense.begin(np.zeros(self.dense.size, np.float32))
         self.begun = not self.dense.size
 
-    # ---- keeping ----
+    # ---- persistence ----
 
     def facts(self) -> dict[str, Any]:
         steps = {name: table.step for name, table in self.tables.items()}

@@ -1,4 +1,4 @@
-"""``WorkerArrivals``: which workers have come to a server, and when waiting for the others ends."""
+"""``WorkerArrivals``: the workers that have connected to a server, and the end of the wait for the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from echelon.base.wait_notice import WaitNotice, name_ranks
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.server.shard import ServerShard
 
-#: Seconds for another server to accept a connection before it is taken for missing.
+#: Seconds for another server to accept a connection before it counts as missing.
 PROBE = 0.5
 
 
 class WorkerArrivals:
-    """The workers that one server waits for, from its start on."""
+    """The workers that one server waits for after its start."""
 
     def __init__(self, role: Role, shard: ServerShard) -> None:
         self._role, self._shard = role, shard
@@ -28,12 +28,12 @@ class WorkerArrivals:
         self._notice = WaitNotice(self._me, role.join_timeout, component="ps")
 
     def record_arrival(self, worker: Any) -> None:
-        """Note a worker that has said hello or beats, which it does before it opens the job."""
+        """Record a worker that has sent ``hello`` or a heartbeat, which it does before it opens the job."""
         if isinstance(worker, int) and worker >= 0:
             self._greeted.add(worker)
 
     def check(self) -> None:
-        """Print whom this server waits for, when it is time; raise when it is no use to wait any longer."""
+        """Print the workers that this server waits for, when it is time. Raises ``PeerLost`` when the wait is over."""
         waited, patience = time.monotonic() - self._began, self._role.join_timeout
         if not self._shard.opened:
             if waited > patience:
@@ -86,7 +86,7 @@ class WorkerArrivals:
     # ---- for the workers ----
 
     def news(self) -> dict[str, str]:
-        """Return what a worker is told with the answer to its beat: who has not come, and who has not begun."""
+        """Return the news in the answer to a heartbeat: workers that are missing, and missing initial values."""
         if not self._shard.opened:
             return {}
         missing = self._missing()
@@ -97,11 +97,11 @@ class WorkerArrivals:
         }
 
     def tell(self, worker: Any) -> None:
-        """Note a worker that has been told why this server ends."""
+        """Record a worker that has been told why this server ends."""
         self._told.add(worker)
 
     def untold(self) -> bool:
-        """Return True if a worker that was heard of lately does not know yet that this server ends."""
+        """Return True if a worker with a recent heartbeat does not know yet that this server ends."""
         if not self._shard.opened:
             return False
         beats = self._shard.beats

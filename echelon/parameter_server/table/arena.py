@@ -1,7 +1,7 @@
-"""Records of 32-bit words in one piece of virtual memory, of which only what is used takes memory (or disk).
+"""Records of 32-bit words in one range of virtual memory, of which only the used part takes memory (or disk).
 
-Growing copies nothing: the addresses are reserved from the start. With a directory the memory is that of a file, so
-that the system can write cold pages out; the file has no name and vanishes with the process.
+Growing copies nothing: the addresses are reserved from the start. With a directory the memory is mapped to a file, so
+that the operating system can write cold pages out; the file has no name and vanishes with the process.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError
 
-#: Entries of the counters that kernels move on.
+#: Indices of the counters that kernels advance.
 NEXT, FREE, ROWS, SLOTS, STUCK = 0, 1, 2, 3, 4
 NONE = -1
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
-#: Up to here pages are small, so that a small table takes little; huge ones save address translation in a large table.
+#: The first bytes have small pages, so that a small table takes little memory; huge pages behind them save address
+#: translation in a large table.
 _SMALL_PAGES = 1 << 26
-#: Disk space is asked for in such steps, so that a full disk is an error and not a crash.
+#: Disk space is allocated in steps of at least this many bytes, so that a full disk is an error and not a crash.
 _STEP = 1 << 26
 
 
 class Arena:
-    """Slots of ``words`` 32-bit words; a free one holds the number of the next free one.
+    """An array of slots of ``words`` 32-bit words; a free slot holds the number of the next free slot.
 
     counters:  next slot that was never used, first free slot, rows, usable slots, bucket that had no room for an id
     """
@@ -47,11 +48,11 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """What the records take, free slots among them included."""
+        """Bytes of the records, including the free slots among them."""
         return int(self.counters[NEXT]) * self.words * 4
 
     def more(self) -> None:
-        """Make further slots usable."""
+        """Make further slots usable. Raises ``EchelonError`` if memory or disk space is exhausted."""
         if self._file is None or self.counters[SLOTS] >= len(self.words32) // self.words:
             raise EchelonError(f"no room for more than {self.counters[NEXT]:,} rows of {self.words * 4} bytes; {_WAYS}")
         size = int(self.counters[SLOTS]) * self.words * 4
@@ -65,7 +66,7 @@ class Arena:
         self.counters[SLOTS] = (size + step) // (self.words * 4)
 
     def _nameless(self, directory: Path) -> int:
-        """A file that is open and in no directory; closed when nobody has this arena any more."""
+        """Return an open file without a directory entry; it is closed when the arena is garbage-collected."""
         directory.mkdir(parents=True, exist_ok=True)
         file, name = tempfile.mkstemp(dir=directory)
         os.unlink(name)
@@ -73,10 +74,10 @@ class Arena:
         return file
 
     def clear(self) -> None:
-        """Every slot is free again, as at the start."""
+        """Free every slot."""
         self.counters[[NEXT, FREE, ROWS]] = 0, NONE, 0
         if self._file is None:
-            self._map.madvise(mmap.MADV_DONTNEED)  # the system may have the memory
+            self._map.madvise(mmap.MADV_DONTNEED)  # returns the memory to the operating system
 
     def _mapped(self) -> mmap.mmap:
         size = self._reach()
@@ -92,7 +93,7 @@ class Arena:
         return mapped
 
     def _reach(self) -> int:
-        """More bytes than can ever be used."""
+        """Return an upper bound of the bytes that can ever be used."""
         if self._file is None:
             return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         disk = os.fstatvfs(self._file)
@@ -100,7 +101,7 @@ class Arena:
 
 
 def _reserved(size: int) -> mmap.mmap:
-    """Addresses for ``size`` bytes, or as many as this process may have."""
+    """Reserve addresses for ``size`` bytes, or for as many as this process may have."""
     while True:
         try:
             return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)

@@ -1,4 +1,4 @@
-"""What is done to a batch of ids and rows around a table: make ids unique, merge, sort by server, expand."""
+"""Operations on a batch of ids and rows around a table: deduplicate, merge, partition by server, expand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Float32s = NDArray[np.float32]
 
 
 def dedupe(ids: Int64s) -> tuple[Int64s, Int64s]:
-    """The different ids in the order of their first appearance, and for each id its place among them."""
+    """Return the distinct ids in the order of their first appearance, and the index of each id among them."""
     ids = readable(ids, np.int64)
     unique, inverse = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     return unique[: _dedupe(ids, unique, inverse)], inverse
@@ -44,7 +44,7 @@ def _dedupe(ids: Int64s, unique: Int64s, inverse: Int64s) -> int:
 
 
 def partition(ids: Int64s, servers: int) -> tuple[Int64s, Int64s]:
-    """``order`` that brings ids of one server together (else as they were), and how many ids each server has."""
+    """Return the stable order that groups the ids by server, and the number of ids of each server."""
     ids = readable(ids, np.int64)
     order, counts = np.empty(len(ids), np.int64), np.zeros(servers, np.int64)
     _partition(ids, servers, order, counts)
@@ -67,7 +67,7 @@ def _partition(ids: Int64s, servers: int, order: Int64s, counts: Int64s) -> None
 
 
 def expand(rows: Float32s, inverse: Int64s) -> Float32s:
-    """Row ``inverse[i]`` for each i: what a batch sees of the rows of its different ids."""
+    """Return row ``inverse[i]`` for each i: the rows of a batch, given the rows of its distinct ids."""
     out = np.empty((len(inverse), rows.shape[1]), np.float32)
     _expand(readable(rows, np.float32), readable(inverse, np.int64), out)
     return out
@@ -83,7 +83,7 @@ def _expand(rows: Float32s, inverse: Int64s, out: Float32s) -> None:
 
 
 def add_rows(grads: Float32s, inverse: Int64s, u: int) -> Float32s:
-    """The sum over all i with ``inverse[i] == k`` of grads[i], for each k below ``u``, added in the order of i."""
+    """Return, for each k below ``u``, the sum of grads[i] over all i with ``inverse[i] == k``, in the order of i."""
     out = np.zeros((u, grads.shape[1]), np.float32)
     _add_scaled(readable(grads, np.float32), readable(inverse, np.int64), np.float32(1), out)
     return out
@@ -99,7 +99,7 @@ def _add_scaled(grads: Float32s, inverse: Int64s, weight: np.float32, out: Float
 
 
 def merge(ids: Sequence[Int64s], grads: Sequence[Float32s], weights: Sequence[float]) -> tuple[Int64s, Float32s]:
-    """The different ids of several pushes, and for each the sum of weight * gradient, added in the order of pushes."""
+    """Return the distinct ids of several pushes, and each id's sum of weight * gradient, in the order of pushes."""
     unique, inverse = dedupe(np.concatenate(ids) if ids else np.empty(0, np.int64))
     out = np.zeros((len(unique), grads[0].shape[1] if grads else 0), np.float32)
     begin = 0

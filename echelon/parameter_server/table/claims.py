@@ -1,6 +1,7 @@
-"""Who has a row: finding the slots of pushed ids, counting those that wait for admission, giving slots out and back.
+"""Assignment of slots to ids: find the slots of pushed ids, count pushes until admission, allocate and free slots.
 
-The value in the index of an id that waits: sign bit | changed | how often pushed (30 bits) | when last (32 bits).
+An id that waits for admission has this value in the index: sign bit | changed | number of pushes (30 bits) | time of
+the last push (32 bits).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from echelon.parameter_server.table.index import (
 )
 from echelon.parameter_server.table.records import COUNT, META, NEW, NOW, SEED, WORDS, Words
 
-#: Entries of the description of admission: pushes that are needed, then the probability of each further one.
+#: Indices of the admission array: the pushes that are needed, and the probability of admission from that push on.
 AFTER, CHANCE = 0, 1
 
 _SIGN = np.int64(np.iinfo(np.int64).min)
@@ -36,20 +37,20 @@ _SALT = np.uint64(0xD1B54A32D192ED03)
 
 
 def waiting(counts: NDArray[np.uint32], seen: NDArray[np.uint32], changed: NDArray[np.bool_]) -> Int64s:
-    """The values of ids that wait."""
+    """Return the index values of ids that wait for admission."""
     flags: Int64s = np.where(changed, _SIGN + _CHANGED, _SIGN)
     return flags + (counts.astype(np.int64) << 32) + seen.astype(np.int64)
 
 
 def waited(values: Int64s) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.bool_]]:
-    """Counts, last seen, and changed of values that ``waiting`` made."""
+    """Return the counts, last-seen times and changed flags in values that ``waiting`` made."""
     counts, seen = (values >> 32) & COUNT, values & _SEEN
     return counts.astype(np.uint32), seen.astype(np.uint32), (values & _CHANGED) != 0
 
 
 @inner
 def admits(seed: int, key: int, count: int, after: float, chance: float) -> bool:
-    """Is an id admitted with its ``count``-th push? The coin comes from (seed, id, count) alone."""
+    """Return True if an id is admitted at its ``count``-th push; the draw depends on (seed, id, count) alone."""
     if count < after:
         return False
     if chance >= 1.0:
@@ -60,13 +61,13 @@ def admits(seed: int, key: int, count: int, after: float, chance: float) -> bool
 
 @inner
 def pushes(value: int) -> int:
-    """How often an id without a row was pushed before."""
+    """Return the number of earlier pushes of an id without a row."""
     return 0 if value == EMPTY else (value >> 32) & COUNT
 
 
 @inner
 def take_slot(counters: int, memory: int, words: int) -> int:
-    """A slot that nobody has; NONE if there is none."""
+    """Allocate a free slot and return it; NONE if there is none."""
     slot = load(counters + 8 * FREE)
     if slot != NONE:
         store(counters + 8 * FREE, load(memory + slot * words * 4))
@@ -91,9 +92,9 @@ def claim(
     ids: Int64s, begin: int, regions: Int64s, counters: Int64s, words32: Words, shape: Int64s,
     admission: NDArray[np.float64], slots: Int64s,
 ) -> int:  # fmt: skip
-    """The slots of ``ids[begin:]``; an id that is admitted with this push gets one, marked NEW, with its count so far.
+    """Find the slots of ``ids[begin:]``; an id that this push admits gets a slot, marked NEW, with its previous count.
 
-    Returns the position of the first id for which a bucket or the arena must grow, else the number of ids.
+    The result is the position of the first id for which a bucket or the arena must grow, else the number of ids.
     """
     words, seed, now, n = shape[WORDS], shape[SEED], shape[NOW], len(ids)
     memory, described, counted = words32.ctypes.data, regions.ctypes.data, counters.ctypes.data
@@ -132,7 +133,7 @@ def claim(
 
 @kernel
 def newcomers(ids: Int64s, regions: Int64s, seed: int, admission: NDArray[np.float64]) -> int:
-    """How many of ``ids`` a push would make a row for."""
+    """Return the number of ``ids`` for which a push would create a row."""
     made, n, described = 0, len(ids), regions.ctypes.data
     for i in range(n):
         if i + AHEAD < n:
@@ -150,7 +151,7 @@ def newcomers(ids: Int64s, regions: Int64s, seed: int, admission: NDArray[np.flo
 def release(
     ids: Int64s, regions: Int64s, counters: Int64s, words32: Words, words: int, gone: NDArray[np.bool_]
 ) -> None:
-    """Forget ids, those that wait included; ``gone`` tells which were there."""
+    """Remove ids, including ids that wait for admission; ``gone[i]`` becomes True if ids[i] was present."""
     n, memory, described, counted = len(ids), words32.ctypes.data, regions.ctypes.data, counters.ctypes.data
     for i in range(n):
         if i + AHEAD < n:
@@ -170,7 +171,7 @@ def release(
 
 @kernel
 def put_values(ids: Int64s, values: Int64s, regions: Int64s) -> None:
-    """Set the values of ids that wait (or begin to); their bucket has room for them."""
+    """Set the values of ids that wait for admission, inserting new ones; their buckets must have room."""
     described = regions.ctypes.data
     for i in range(len(ids)):
         hashed = mix(ids[i])

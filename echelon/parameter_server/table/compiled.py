@@ -1,6 +1,6 @@
-"""How the kernels are compiled, and the few things that numba cannot say: raw memory, and the prefetch instruction.
+"""Compilation of the kernels, and intrinsics that numba lacks: raw memory access and the prefetch instruction.
 
-Compilation happens at the first call and is kept on disk. Kernels release the interpreter's lock.
+Kernels are compiled at the first call, and the result is cached on disk. Kernels release the GIL.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _ALIGNED = 4  # records are 32-bit words
 
 
 def kernel(function: Function) -> Function:
-    """Compile at the first call; where no directory can keep the result, in every process anew."""
+    """Compile a kernel at its first call; without a writable cache directory, once in every process."""
     try:
         return cast(Function, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # numba found no place that it may write to
+    except RuntimeError:  # numba found no writable cache directory
         return cast(Function, numba.njit(nogil=True)(function))
 
 
 def inner(function: Function) -> Function:
-    """A part of kernels, never called from Python: compiled with those that use it."""
+    """Compile a function that only kernels call, never Python; it is compiled together with the kernels that use it."""
     return cast(Function, numba.njit(nogil=True)(function))
 
 
 class _Alias:
-    """The memory of an array, under another description."""
+    """The memory of an array, described as writable."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         address, _ = array.__array_interface__["data"]
@@ -44,10 +44,10 @@ class _Alias:
 
 
 def readable(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """``array`` as kernels take it: contiguous, aligned, of ``dtype``, and not marked read-only.
+    """Return ``array`` in the form that kernels take: contiguous, aligned, of ``dtype``, and not marked read-only.
 
-    Arrays out of a network buffer are read-only, which is another type to numba: every kernel would be compiled twice.
-    Kernels only read what came through here.
+    Arrays from a network buffer are read-only, which is another type to numba: every kernel would be compiled twice.
+    Kernels must not write to the returned array.
     """
     plain = np.ascontiguousarray(array, dtype)
     if not plain.flags.aligned:
@@ -91,7 +91,7 @@ def _prefetch(typing: Any, address: Any) -> Any:
     return types.void(types.int64), code
 
 
-#: What lies at an address. Parts of kernels take addresses, not arrays: handing an array on counts its references,
+#: Loads and stores at an address. ``inner`` functions take addresses, not arrays: passing an array counts references,
 #: which costs more than the work on a row (87 ns instead of 32 for a row of 16).
 load: Callable[[int], int] = _loading(types.int64, ir.IntType(64))
 store: Callable[[int, int], None] = _storing(types.int64, ir.IntType(64))
@@ -100,5 +100,5 @@ store32: Callable[[int, Any], None] = _storing(types.uint32, ir.IntType(32))
 load_float: Callable[[int], Any] = _loading(types.float32, ir.FloatType())
 store_float: Callable[[int, Any], None] = _storing(types.float32, ir.FloatType())
 load_double: Callable[[int], Any] = _loading(types.float64, ir.DoubleType())
-#: Begin to bring the cache line of an address near; an address that is not ours does no harm.
+#: Prefetch the cache line of an address; an invalid address does no harm.
 prefetch: Callable[[int], None] = cast(Any, intrinsic(_prefetch))

@@ -1,7 +1,7 @@
-"""Which rows go when a table is full: those with the smallest (score, hash of the id), which is one order everywhere.
+"""Selection of the rows to evict from a full table: those with the smallest (score, hash of the id).
 
-The score is when a row was last seen (LRU) or how often (LFU). The hash settles ties, so that the choice depends
-neither on the order in which rows came nor on where they lie. Four counting passes find the limit without a list.
+The score is the time of a row's last push (LRU) or the number of its pushes (LFU). The hash breaks ties, so that the
+choice depends neither on the order of insertion nor on the slots. Four counting passes find the limit without a list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.parameter_server.table.compiled import inner, kernel, load, load32,
 from echelon.parameter_server.table.index import BASE, PAIR, SIZE, Int64s
 from echelon.parameter_server.table.records import COUNT, META, PINNED, Words
 
-#: The word of the meta that is the score.
+#: Index of the meta word that is the score.
 RAREST, OLDEST = 0, 1
 
 _PINNED, _COUNT = np.uint32(PINNED), np.uint32(COUNT)
@@ -27,7 +27,7 @@ _AHEAD = 8 * PAIR
 
 @inner
 def rank(slot: int, key: int, memory: int, words: int, score: int) -> Any:
-    """The place of a row in the order; 0 for one that must stay."""
+    """Return the rank of a row in the order of eviction; 0 for a pinned row."""
     at = memory + ((slot + 1) * words - META) * 4
     if load32(at) & _PINNED:
         return np.uint64(0)
@@ -43,7 +43,7 @@ def fetch_ahead(at: int, end: int, memory: int, words: int) -> None:
 
 @kernel
 def tally(regions: Int64s, words32: Words, words: int, score: int, settled: int, known: int, counts: Int64s) -> None:
-    """Among rows whose rank begins with the ``settled`` bits ``known``, count the next 16 bits."""
+    """Count the values of the next 16 bits of all ranks whose first ``settled`` bits are ``known``."""
     memory = words32.ctypes.data
     for which in range(regions.shape[0]):
         end = regions[which, BASE] + regions[which, SIZE] * PAIR
@@ -57,7 +57,7 @@ def tally(regions: Int64s, words32: Words, words: int, score: int, settled: int,
 
 @kernel
 def lowest(regions: Int64s, words32: Words, words: int, score: int, limit: np.uint64, out: Int64s) -> int:
-    """The ids of rows up to the rank ``limit``, as far as ``out`` takes them."""
+    """Write the ids of rows with a rank up to ``limit`` to ``out``, as many as fit, and return their number."""
     n, memory = 0, words32.ctypes.data
     for which in range(regions.shape[0]):
         end = regions[which, BASE] + regions[which, SIZE] * PAIR
@@ -72,7 +72,7 @@ def lowest(regions: Int64s, words32: Words, words: int, score: int, limit: np.ui
 
 
 def select_evictions(regions: Int64s, words32: Words, words: int, score: int, number: int) -> NDArray[np.int64]:
-    """The ids of the ``number`` rows that go (fewer if not so many may)."""
+    """Return the ids of the ``number`` rows to evict; fewer if too many rows are pinned."""
     known, left = 0, number
     for settled in range(0, 64, _DIGIT):
         counts = np.zeros(1 << _DIGIT, np.int64)

@@ -1,9 +1,10 @@
-"""Where the record of an id lies: per bucket an open-addressing region of [key, value] pairs that grows alone.
+"""The index from ids to records: each bucket is an open-addressing hash region of [key, value] pairs that grows alone.
 
-A value of 0 or more is the slot of a record, EMPTY a free place, any other negative value an id that was pushed but not
-yet admitted (see ``claims``): so every int64 is a legal key, and admission needs no structure of its own. The bucket
-comes from the high half of the hash, the place in the region from the low half by multiplication, so that a region can
-have any size: it grows by 1.4 to 1.6 at a load of 0.8, which keeps the memory per id low.
+A value of 0 or more is the slot of a record, EMPTY marks a free place, and any other negative value belongs to an id
+that was pushed but not yet admitted (see ``claims``). So every int64 is a legal key, and admission needs no structure
+of its own. The bucket comes from the high half of the hash, the place in the region from the low half by
+multiplication, so that a region can have any size: it grows by 1.4 to 1.6 at a load of 0.8, which keeps the memory per
+id low.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ EMPTY = -1
 BASE, SIZE, USED, LIMIT = 0, 1, 2, 3
 PAIR = 16  # bytes of a key and its value
 
-#: Ids between asking for a cache line and using it.
+#: Distance, in ids, between the prefetch of a cache line and its use.
 AHEAD = 24
 _SMALLEST = 8
-#: Up to this size a region grows by leaps, up to that one by much.
+#: Regions below the first size grow by 4, regions below the second by 1.6, larger ones by 1.4.
 _YOUNG, _GROWN_UP = 16, 4096
-#: From so many bytes on a region is a mapping of its own, whose pages go back to the system when it grows.
+#: A region of at least this many bytes has its own memory mapping, whose pages go back to the system when it grows.
 _MAPPED = 1 << 16
 
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
@@ -38,26 +39,26 @@ _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 @inner
 def bucket(hashed: Any) -> Any:
-    """As ``hashing.bucket_of``."""
+    """Return the bucket of a hashed key, like ``hashing.bucket_of``."""
     return np.int64(((hashed >> _HALF) * np.uint64(BUCKETS)) >> _HALF)
 
 
 @inner
 def region(regions: int, which: int) -> int:
-    """The address of the description of a bucket's region."""
+    """Return the address of the description of a bucket's region."""
     return regions + which * 32
 
 
 @inner
 def home(about: int, hashed: Any) -> Any:
-    """The address where the search for a key begins."""
+    """Return the address at which the search for a key begins."""
     place = ((hashed & _LOW) * np.uint64(load(about + 8 * SIZE))) >> _HALF
     return load(about + 8 * BASE) + np.int64(place) * PAIR
 
 
 @inner
 def seek(about: int, hashed: Any, key: int) -> Any:
-    """The address of the pair of ``key``, or of the free place where it would be."""
+    """Return the address of the pair of ``key``, or of the free place where the pair would be."""
     at = home(about, hashed)
     first = load(about + 8 * BASE)
     end = first + load(about + 8 * SIZE) * PAIR
@@ -73,12 +74,15 @@ def fetch_ahead(regions: int, key: int) -> None:
     hashed = mix(key)
     at = home(region(regions, bucket(hashed)), hashed)
     prefetch(at)
-    prefetch(at + 32)  # a search goes on for three pairs on average, often into the next cache line
+    prefetch(at + 32)  # a search reads three pairs on average, often into the next cache line
 
 
 @kernel
 def find(ids: Int64s, regions: Int64s, slots: Int64s) -> int:
-    """The slot of each id, negative where it has no row. Returns how many ids belong to buckets not held here."""
+    """Write the slot of each id to ``slots``, negative for an id without a row.
+
+    The result is the number of ids that belong to buckets of other servers.
+    """
     foreign, n, described = 0, len(ids), regions.ctypes.data
     for i in range(n):
         if i + AHEAD < n:
@@ -120,7 +124,7 @@ def close_gap(about: int, gap: int) -> None:
             at = first
         if load(at + 8) == EMPTY:
             break
-        # it may move back to the gap unless it would then lie before the place where its search begins
+        # the pair may move back to the gap unless it would then lie before the place where its search begins
         if (at - home(about, mix(load(at)))) % size >= (at - gap) % size:
             store(gap, load(at))
             store(gap + 8, load(at + 8))
@@ -131,7 +135,7 @@ def close_gap(about: int, gap: int) -> None:
 
 @kernel
 def listed(regions: Int64s, which: int, keys: Int64s, values: Int64s) -> None:
-    """All pairs of a bucket, in the order of the region."""
+    """Write all pairs of a bucket to ``keys`` and ``values``, in the order of the region."""
     n, base = 0, regions[which, BASE]
     for at in range(base, base + regions[which, SIZE] * PAIR, PAIR):
         if load(at + 8) != EMPTY:
@@ -141,7 +145,7 @@ def listed(regions: Int64s, which: int, keys: Int64s, values: Int64s) -> None:
 
 
 class BucketIndex:
-    """The regions of the buckets that are held here; ``regions`` describes them to kernels."""
+    """The regions of the buckets of this server; ``regions`` describes them to kernels."""
 
     def __init__(self, buckets: range) -> None:
         self.regions = np.zeros((BUCKETS, 4), np.int64)
@@ -165,12 +169,12 @@ class BucketIndex:
         self._resize(which, grown(int(self.regions[which, SIZE])))
 
     def reserve(self, which: int, used: int) -> None:
-        """Room for ``used`` pairs without growing on the way."""
+        """Make room for ``used`` pairs in one step."""
         if used > self.regions[which, LIMIT]:
             self._resize(which, used * 4 // 3 + 2)
 
     def shrink(self, which: int) -> None:
-        """After many pairs went: give back what is far too large."""
+        """Shrink a region that is less than a third full, after many pairs were removed."""
         used, size = int(self.regions[which, USED]), int(self.regions[which, SIZE])
         if size > _SMALLEST and used < size // 3:
             self._resize(which, max(_SMALLEST, used * 4 // 3 + 2))
@@ -182,7 +186,7 @@ class BucketIndex:
         self._memory[which] = memory
 
     def pairs(self, which: int) -> tuple[Int64s, Int64s]:
-        """Keys and values of a bucket, in the order of the keys: the same whatever order they came in."""
+        """Return the keys and values of a bucket, sorted by key, so that the order of insertion does not matter."""
         used = int(self.regions[which, USED])
         keys, values = np.empty(used, np.int64), np.empty(used, np.int64)
         listed(self.regions, which, keys, values)
@@ -191,7 +195,7 @@ class BucketIndex:
 
 
 def grown(size: int) -> int:
-    """The next size of a full region. A young table grows in few leaps, a large one by little, for the memory."""
+    """Return the next size of a full region. Small regions grow in large steps, large ones slowly to save memory."""
     if size < _YOUNG:
         return 4 * size
     return size * 8 // 5 if size < _GROWN_UP else size * 7 // 5

@@ -1,7 +1,7 @@
-"""What is done to records once their slots are known: begin, read, mark, copy.
+"""Kernels that initialize, read, mark and copy the records of given slots.
 
-A record is weights | state | count and flags | last seen. ``slots`` come from the index: a negative one is an id that
-has no row; NEW marks a row that this push made, whose record has yet to be begun.
+A record is weights | state | count and flags | last seen. ``slots`` come from the index: a negative slot means that the
+id has no row; NEW marks a row that this push created and whose record is not initialized yet.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 Words = NDArray[np.uint32]
 
-#: Entries of the description of a record and of a push.
+#: Indices of the description of a record and of a push.
 DIM, STATE, WORDS, SEED, NOW = 0, 1, 2, 3, 4
-#: Words behind the state.
+#: Words after the state.
 META = 2
-#: A row that this push made.
+#: Marks the slot of a row that this push created.
 NEW = 1 << 62
 SLOT = NEW - 1
-#: Flags in the word of the count: changed since the last snapshot; not admitted yet (in files only); not to be evicted.
+#: Flags in the count word: changed since the last snapshot; not admitted yet (in files only); not to be evicted.
 CHANGED, WAITING, PINNED = 1 << 31, 1 << 30, 1 << 29
 COUNT = PINNED - 1
-#: Rows between asking for the cache lines of a record and using them.
+#: Distance, in rows, between the prefetch of a record's cache lines and their use.
 AHEAD = 12
 
-_LINE, _FETCHED = 64, 1024  # bytes of a cache line, and of a record that are asked for at once
+_LINE, _FETCHED = 64, 1024  # bytes of a cache line, and bytes of a record that are prefetched at most
 _CHANGED, _COUNT, _ONE = np.uint32(CHANGED), np.uint32(COUNT), np.uint32(1)
 
 
 @inner
 def fetch(memory: int, slot: int, words: int, wanted: int) -> None:
-    """Ask for the first ``wanted`` words of a record; the processor goes on with a long one by itself."""
+    """Prefetch the first ``wanted`` words of a record; the processor itself prefetches the rest of a long record."""
     if slot >= 0:
         at = memory + (slot & SLOT) * words * 4
         for line in range(at & -_LINE, at + min(wanted * 4, _FETCHED), _LINE):
@@ -45,7 +45,7 @@ def fetch(memory: int, slot: int, words: int, wanted: int) -> None:
 
 @inner
 def mark(memory: int, slot: int, words: int, now: int) -> None:
-    """This row was pushed now."""
+    """Mark a row as pushed at ``now``: increment its count and set its changed flag."""
     at = memory + ((slot & SLOT) + 1) * words * 4 - META * 4
     store32(at, min((load32(at) & _COUNT) + _ONE, _COUNT) | _CHANGED)
     store32(at + 4, np.uint32(now))
@@ -53,7 +53,7 @@ def mark(memory: int, slot: int, words: int, now: int) -> None:
 
 @kernel
 def begin_new(ids: Int64s, slots: Int64s, floats: Float32s, shape: Int64s, first: Float64s) -> None:
-    """Write the first weights and state of the rows that this push made."""
+    """Write the initial weights and state of the rows that this push created."""
     memory, words = floats.ctypes.data, shape[WORDS]
     for i in range(len(slots)):
         if slots[i] >= 0 and slots[i] & NEW:
@@ -65,7 +65,10 @@ def begin_new(ids: Int64s, slots: Int64s, floats: Float32s, shape: Int64s, first
 def gather(
     ids: Int64s, slots: Int64s, floats: Float32s, shape: Int64s, first: Float64s, width: int, out: Float32s
 ) -> None:
-    """The first ``width`` floats of each record (weights, or weights and state); initial ones where there is none."""
+    """Write the first ``width`` floats of each record (weights, or weights and state) to ``out``.
+
+    An id without a row reads its initial values.
+    """
     memory, words, n = floats.ctypes.data, shape[WORDS], len(slots)
     fresh = np.empty(shape[DIM] + shape[STATE], np.float32)
     flat, size = out.reshape(-1), np.uint64(width)
@@ -85,7 +88,7 @@ def gather(
 
 @kernel
 def add(slots: Int64s, deltas: Float32s, floats: Float32s, shape: Int64s) -> None:
-    """Weights and state += delta."""
+    """Add the deltas to weights and state, and mark the rows as pushed."""
     memory, words, now, n = floats.ctypes.data, shape[WORDS], shape[NOW], len(slots)
     flat, width = deltas.reshape(-1), np.uint64(shape[DIM] + shape[STATE])
     for i in range(n):
@@ -121,7 +124,7 @@ def copy_in(slots: Int64s, words32: Words, words: int, kept: Words) -> None:
 
 @kernel
 def metas(slots: Int64s, words32: Words, words: int, which: int, out: Words) -> None:
-    """One of the meta words of each record: 0 the count and flags, 1 when it was last seen."""
+    """Write one meta word of each record to ``out``: 0 is the count and flags, 1 the last-seen time."""
     for i in range(len(slots)):
         if slots[i] >= 0:
             out[i] = words32[np.uint64((slots[i] + 1) * words - META + which)]
@@ -129,7 +132,7 @@ def metas(slots: Int64s, words32: Words, words: int, which: int, out: Words) -> 
 
 @kernel
 def set_flags(slots: Int64s, words32: Words, words: int, keep: int, put: int) -> None:
-    """In the flags of each record keep the bits ``keep`` and put those of ``put``."""
+    """Clear all bits of each record's count word except those in ``keep``, then set the bits in ``put``."""
     for i in range(len(slots)):
         if slots[i] >= 0:
             at = np.uint64((slots[i] + 1) * words - META)

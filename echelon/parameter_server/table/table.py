@@ -1,7 +1,7 @@
-"""A sparse table: rows for any int64 id, made by the first push, moved by a rule, forgotten when nobody asks for them.
+"""A sparse table: rows for any int64 id, created by pushes, updated by a rule, removed by eviction or expiry.
 
 A pull changes nothing: an id without a row reads its initial value. One mutex guards the table; kernels run without the
-interpreter's lock.
+GIL.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _NOBODY = np.empty(0, np.int64)
 
 
 class BucketRows(NamedTuple):
-    """Rows of one bucket as they are kept in files: record i belongs to ids[i]; ``removed`` were let go.
+    """Rows of one bucket in the form of files: record i belongs to ids[i]; ``removed`` are ids that were removed.
 
-    An id that waits for admission has a record too, flagged WAITING, whose weights mean nothing.
+    An id that waits for admission has a record too, flagged WAITING, whose weights are undefined.
     """
 
     ids: Int64s
@@ -47,9 +47,9 @@ class BucketRows(NamedTuple):
 class Table:
     """The rows of ``spec`` that lie in ``buckets``.
 
-    directory:  where the memory-mapped file of a table with ``spec.disk`` goes
-    capacity:   most rows here; by default ``spec.capacity``, less where other servers hold rows of the table
-    step:       updates seen so far; with ``passes``, settable when a table is restored
+    directory:  directory of the memory-mapped file of a table with ``spec.disk``
+    capacity:   most rows in this server's part of the table; default ``spec.capacity``
+    step:       number of updates so far; this attribute and ``passes`` are set when a table is restored
     """
 
     def __init__(
@@ -77,28 +77,28 @@ class Table:
         self._shape = np.array([self.dim, self.state, self.words, seed, 0], np.int64)
         self._first = initial.described(spec.initializer, spec.rule, spec.dim)
         self._admission = np.array([spec.admit_after, spec.admit_probability], np.float64)
-        self._removed: dict[int, list[Int64s]] = {}  #: since the last snapshot, of buckets that have one
+        self._removed: dict[int, list[Int64s]] = {}  #: since the last snapshot, for buckets that have one
         self._update = update_of(spec.rule)
 
     def __len__(self) -> int:
         return int(self._arena.counters[ROWS])
 
     def memory(self) -> int:
-        """Bytes of the index and of the records."""
+        """Return the bytes of the index and of the records."""
         return self.index_bytes() + self._arena.nbytes
 
     def index_bytes(self) -> int:
-        """Bytes of the index, which is in memory also when the records are on disk."""
+        """Return the bytes of the index, which is in memory even if the records are on disk."""
         return self._index.nbytes
 
     # reading
 
     def pull(self, ids: Int64s) -> Float32s:
-        """The weights of each id, [n, dim]; ids in any order, also repeated."""
+        """Return the weights of each id, [n, dim]; ids may come in any order and may repeat."""
         return self._read(ids, self.dim)
 
     def pull_state(self, ids: Int64s) -> Float32s:
-        """Weights and state of each id, [n, dim + state]."""
+        """Return the weights and state of each id, [n, dim + state]."""
         return self._read(ids, self.dim + self.state)
 
     def _read(self, ids: Int64s, width: int) -> Float32s:
@@ -126,9 +126,10 @@ class Table:
     # writing
 
     def push(self, ids: Int64s, grads: Float32s, *, lr: float | None = None, now: int = 0) -> Int64s:
-        """Apply the rule to the rows of ``ids`` (each once); returns the ids that were evicted to make room.
+        """Apply the rule to the rows of ``ids``, which must be distinct, and return the ids that were evicted for them.
 
-        ``now``: unix seconds, for a table whose rows expire by time.
+        lr:   learning rate; default: the rule's own
+        now:  Unix time in seconds, for a table whose rows expire by time
         """
         ids, grads = self._checked(ids, grads, self.dim)
         with self._lock:
@@ -140,7 +141,7 @@ class Table:
         return gone
 
     def add(self, ids: Int64s, deltas: Float32s, *, now: int = 0) -> Int64s:
-        """Weights and state of ``ids`` (each once) += ``deltas`` [n, dim + state]; returns the ids evicted for it."""
+        """Add ``deltas`` [n, dim + state] to weights and state of the distinct ``ids``; return the evicted ids."""
         ids, deltas = self._checked(ids, deltas, self.dim + self.state)
         with self._lock:
             gone = self._make_room(ids)
@@ -150,15 +151,16 @@ class Table:
         return gone
 
     def make_room(self, ids: Int64s) -> Int64s:
-        """What a push of ``ids`` would evict, evicted now; an error if there is no room and rows must stay.
+        """Evict now what a push of ``ids`` would evict, and return the evicted ids.
 
-        For a caller that writes down what goes before it pushes.
+        This lets a caller journal or check evictions before it pushes. Raises ``EchelonError`` if the table is full and
+        its rows must not be evicted.
         """
         with self._lock:
             return self._make_room(readable(ids, np.int64))
 
     def remove(self, ids: Int64s) -> int:
-        """Forget these ids; returns how many were there."""
+        """Remove these ids and return the number of those that were present."""
         with self._lock:
             return len(self._release(readable(ids, np.int64)))
 
@@ -170,7 +172,7 @@ class Table:
         return readable(ids, np.int64), readable(values, np.float32)
 
     def _seen(self, now: int) -> int:
-        """What "last seen" is counted in: passes or seconds where rows expire by them, else updates."""
+        """Return the current last-seen time: in passes or seconds if rows expire by them, else in updates."""
         if self.spec.expire_passes is not None:
             return self.passes
         return int(now) if self.spec.expire_seconds is not None else self.step + 1
@@ -192,11 +194,11 @@ class Table:
             try:
                 self._grow(int(arena.counters[STUCK]), ids[done : done + 1])
             except EchelonError:
-                self._release(ids[:done][(slots[:done] >= 0) & (slots[:done] & NEW != 0)])  # begun by nobody
+                self._release(ids[:done][(slots[:done] >= 0) & (slots[:done] & NEW != 0)])  # not initialized
                 raise
 
     def _grow(self, bucket: int, stuck: Int64s) -> None:
-        """Make room for an id: in its bucket if that is full, else in the arena."""
+        """Make room for an id: in its bucket if the bucket is full, else in the arena."""
         _, size, used, limit = self._index.regions[bucket].tolist()
         if not size:
             raise self._foreign(stuck)
@@ -205,10 +207,10 @@ class Table:
         else:
             self._arena.more()
 
-    # letting go
+    # eviction and expiry
 
     def _make_room(self, ids: Int64s) -> Int64s:
-        """Evict enough rows for what a push of ``ids`` adds, and some more so that the next pushes need not."""
+        """Evict enough rows for a push of ``ids``, and some more so that the next pushes need no eviction."""
         if self.capacity is None or len(self) + len(ids) <= self.capacity:
             return _NOBODY
         made = claims.newcomers(ids, self._index.regions, self._shape[records.SEED], self._admission)
@@ -242,7 +244,7 @@ class Table:
         return self._release(gone)
 
     def _release(self, ids: Int64s) -> Int64s:
-        """Forget ids, and where a snapshot has them remember that they went; returns those that were there."""
+        """Remove ids and return those that were present; removals from buckets with a snapshot are recorded."""
         arena, gone = self._arena, np.empty(len(ids), np.bool_)
         claims.release(ids, self._index.regions, arena.counters, arena.words32, self.words, gone)
         went = ids[gone]
@@ -256,20 +258,20 @@ class Table:
         return went
 
     def new_pass(self) -> int:
-        """A pass over the data begins; returns its number."""
+        """Begin a new pass over the data and return its number."""
         with self._lock:
             self.passes += 1
             return self.passes
 
     def expire(self, now: int, buckets: Iterable[int] | None = None) -> int:
-        """Forget what was not pushed in ``expire_passes`` whole passes or ``expire_seconds``; returns how many rows."""
+        """Remove rows without a push in ``expire_passes`` whole passes or ``expire_seconds``; return their number."""
         oldest = self._oldest(now)
         if oldest is None:
             return 0
         return sum(self._expire(which, oldest) for which in (self.buckets if buckets is None else buckets))
 
     def _oldest(self, now: int) -> int | None:
-        """When a row that may stay was last seen at the earliest."""
+        """Return the earliest last-seen time of a row that stays; None if rows do not expire."""
         if self.spec.expire_passes is not None:
             return self.passes - self.spec.expire_passes
         return None if self.spec.expire_seconds is None else int(np.ceil(now - self.spec.expire_seconds))
@@ -283,7 +285,7 @@ class Table:
             return before - len(self)
 
     def _meta(self, values: Int64s, word: int) -> NDArray[np.uint32]:
-        """Count with its flags (0) or last seen (1) of rows and of ids that wait."""
+        """Return the count with its flags (0) or the last-seen time (1) of rows and of ids that wait for admission."""
         out = np.empty(len(values), np.uint32)
         records.metas(values, self._arena.words32, self.words, word, out)
         waits = values < 0
@@ -295,7 +297,10 @@ class Table:
     # files
 
     def rows_of(self, bucket: int, *, changed_only: bool = False) -> BucketRows:
-        """All of a bucket in the order of ids, or what changed since ``mark_clean``: the same whatever came before."""
+        """Return all rows of a bucket sorted by id, or only those that changed since ``mark_clean``.
+
+        The result does not depend on the order in which rows were inserted.
+        """
         with self._lock:
             ids, values = self._index.pairs(bucket)
             removed = self._gone(bucket, ids) if changed_only else _NOBODY
@@ -319,7 +324,7 @@ class Table:
         return out
 
     def mark_clean(self, bucket: int) -> None:
-        """What ``rows_of`` gave is saved: changes count from here."""
+        """Mark all rows of a bucket as saved: ``rows_of`` counts later changes from here."""
         with self._lock:
             ids, values = self._index.pairs(bucket)
             records.set_flags(values, self._arena.words32, self.words, _ALL ^ CHANGED, 0)
@@ -332,11 +337,11 @@ class Table:
             claims.put_values(ids, values, self._index.regions)
 
     def put_rows(self, bucket: int, rows: BucketRows) -> None:
-        """Restore: drop ``rows.removed``, then insert or overwrite the records; they count as unchanged."""
+        """Restore rows: remove ``rows.removed``, then insert or overwrite the records, which count as unchanged."""
         ids, kept = self._restorable(bucket, rows)
         waits = (kept[:, -2] & np.uint32(WAITING)) != 0
         with self._lock:
-            news = self._removed.pop(bucket, [])  # what a restore drops is none
+            news = self._removed.pop(bucket, [])  # a removal by a restore is not a change
             self._release(readable(rows.removed, np.int64))
             self._release(np.ascontiguousarray(ids[waits]))
             self._index.reserve(bucket, int(self._index.regions[bucket, USED]) + len(ids))
@@ -348,7 +353,7 @@ class Table:
             self._removed[bucket] = news
 
     def _restorable(self, bucket: int, rows: BucketRows) -> tuple[Int64s, NDArray[np.uint32]]:
-        """Rows from a file, if they are rows of this table and bucket."""
+        """Return ids and records of rows from a file. Raises ``MismatchError`` if they do not fit table and bucket."""
         ids, kept = readable(rows.ids, np.int64), readable(rows.records, np.uint32)
         where = f"table '{self.spec.name}', bucket {bucket}"
         if kept.shape != (len(ids), self.words):
@@ -364,7 +369,7 @@ class Table:
         return ids, kept
 
     def drop_bucket(self, bucket: int) -> None:
-        """Forget a bucket as if it had never been here."""
+        """Remove a bucket's rows and the record of its removals."""
         with self._lock:
             ids, _ = self._index.pairs(bucket)
             self._release(ids)
@@ -375,7 +380,7 @@ class Table:
                 self._arena.clear()
 
     def items(self) -> Iterator[tuple[Int64s, Float32s]]:
-        """Ids and weights, bucket by bucket, of rows that exist."""
+        """Yield the ids and weights of all existing rows, bucket by bucket."""
         for bucket in self.buckets:
             with self._lock:
                 ids, slots = self._index.pairs(bucket)

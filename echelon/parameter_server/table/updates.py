@@ -1,6 +1,6 @@
 """The update rules, one kernel each; the formulas are those of ``echelon.strategy.table_rules``.
 
-No fast-math: every sum has one order, so that a row's bits do not depend on what else was pushed with it.
+Fast-math is off: every sum has one order, so that a row's bits do not depend on the other rows of a push.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.parameter_server.table.compiled import inner, kernel, load_float
 from echelon.parameter_server.table.records import AHEAD, DIM, NOW, SLOT, WORDS, Float32s, Int64s, fetch, mark
 from echelon.strategy.table_rules import Adagrad, Adam, Ftrl, Momentum, Rule, Sgd
 
-#: (slots, gradients, records, their description, the rule's numbers)
+#: The arguments are slots, gradients, records, the description of the records, and the rule's numbers.
 Update = Callable[[Int64s, Float32s, Float32s, Int64s, Float32s], None]
 
 
@@ -31,7 +31,7 @@ def _nesterov(rule: Rule) -> bool:
 
 
 def settings_of(rule: Rule, lr: float, step: int) -> Float32s:
-    """The numbers of a rule, in the order in which its kernel takes them."""
+    """Return the numbers of a rule in the order in which its kernel takes them."""
     numbers: list[float] = [lr]
     if isinstance(rule, Momentum):
         numbers += [rule.momentum]
@@ -115,7 +115,10 @@ def adagrad(slots: Int64s, grads: Float32s, rows: Float32s, shape: Int64s, setti
 
 @inner
 def mean_square(at: Any, dim: int) -> Any:
-    """Four sums side by side: the processor adds them at once, and the order is still fixed."""
+    """Return the mean square of ``dim`` floats.
+
+    The processor computes the four independent sums in parallel, and the order of additions is still fixed.
+    """
     a = b = c = d = np.float32(0)
     for x in range(at, at + dim // 4 * 16, 16):
         a += load_float(x) * load_float(x)

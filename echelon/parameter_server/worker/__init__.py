@@ -1,1 +1,1 @@
-"""A worker's side of parameter servers: lookups, gradients, sessions."""
+"""The worker side of parameter servers: lookups, gradients, sessions."""

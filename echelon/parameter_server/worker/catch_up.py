@@ -1,4 +1,4 @@
-"""Hooks that put the last update into a worker's model before the model is stored or judged."""
+"""Hooks that put the last update into a worker's model before the model is saved or evaluated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 class CatchUpHook:
-    """A hook that calls ``catch_up``; a copy of the model, in memory or in a file, has one that does nothing.
+    """A hook that calls ``catch_up``; in a copy of the model (deepcopy or pickle) the hook does nothing.
 
-    in_training: also where the module is in training mode
+    in_training: call it also while the module is in training mode; default True
     """
 
     def __init__(self, catch_up: Callable[[], None] | None = None, in_training: bool = True) -> None:

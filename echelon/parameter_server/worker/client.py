@@ -1,4 +1,4 @@
-"""A worker's side of all servers: one request to each, their answers put together."""
+"""The client of all servers for one worker: it splits requests over the servers and joins their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 
 
 class ChannelProtocol(Protocol):
-    """An ordered way to one server."""
+    """Interface of an ordered channel to one server."""
 
     def send(self, frame: WireMessage) -> Future[WireMessage]: ...
 
@@ -35,10 +35,10 @@ class ChannelProtocol(Protocol):
 
 @dataclass
 class IdPartition:
-    """How the ids of one table fall to the servers: ``order`` sorts them by server, ``counts`` says how many each."""
+    """The ids of one table sorted by server: ``order`` is the permutation, ``counts`` the number of ids per server."""
 
     ids: Ids
-    order: Ids | None  # None: all on one server, as they are
+    order: Ids | None  # None: one server, so the order is unchanged
     counts: list[int]
 
     @classmethod
@@ -49,17 +49,17 @@ class IdPartition:
         return cls(ids[order], order, [int(count) for count in counts])
 
     def cut(self, values: NDArray[Any], server: int) -> NDArray[Any]:
-        """The server's part of ``values``, which are in this share's own order."""
+        """Return a server's part of ``values``, which are in the order of this partition."""
         start = sum(self.counts[:server])
         return values[start : start + self.counts[server]]
 
 
 @dataclass(frozen=True)
 class PullVersions:
-    """The point in the job at which a worker has read its weights.
+    """The versions of the weights that a worker has read.
 
-    versions: of the servers
-    seq:      number of the worker's own pushes that were sent before, and so are a part of what was read
+    versions: version of each server
+    seq:      number of the worker's own pushes that were sent before the read, and so are included
     """
 
     versions: list[int]
@@ -72,11 +72,11 @@ class PullVersions:
 
 @dataclass
 class PullFuture:
-    """What the servers will answer to a pull.
+    """The pending answers of all servers to a pull.
 
-    seq:  number of this worker's pushes that were sent before
-    note: takes the answers' heads, once
-    loss: mean over all workers of the step before, in sync mode
+    seq:  number of this worker's pushes that were sent before the pull
+    note: callback that receives the answers, once
+    loss: in sync mode, the mean loss of all workers in the previous step
     """
 
     shares: dict[str, IdPartition]
@@ -102,7 +102,7 @@ class PullFuture:
         return frames
 
     def rows(self) -> dict[str, Floats]:
-        """By table, the rows in the order in which their ids were asked for. Waits for the answers."""
+        """Wait for the answers, and return the rows by table, in the order of the requested ids."""
         frames = self.wait()
         at = [0] * len(frames)
         found: dict[str, Floats] = {}
@@ -127,12 +127,13 @@ def _in_place(parts: list[Floats], order: Ids | None) -> Floats:
 
 @dataclass
 class WorkerUpdate:
-    """What a worker has to say after a step.
+    """A worker's update after a step.
 
-    tables:  by name, the share of its ids and their gradients (or changes) in the share's order
-    dense:   for each server, its blocks' gradients; empty when dense parameters do not live there
-    pulled:  what rows and blocks were when they were read, where delays are compensated
-    loss:    the worker's own, in sync mode
+    tables:        by name, the partition of the ids, and their gradients (or changes) in the order of the partition
+    dense:         gradients of each server's blocks; empty if servers do not hold the dense parameters
+    pulled_rows:   by table, the rows as they were read; needed for delay compensation only
+    pulled_dense:  the blocks as they were read; needed for delay compensation only
+    loss:          the worker's own loss, in sync mode
     """
 
     weight: float
@@ -149,42 +150,42 @@ class WorkerUpdate:
 
 
 class ParameterServerClient:
-    """Speaks to every server of a job for one worker. Not for several threads at once."""
+    """The client of one worker for every server of a job. It is not thread-safe."""
 
     def __init__(self, links: Sequence[ChannelProtocol], job: JobSpec, worker: int) -> None:
         self.links, self.job, self.worker = list(links), job, worker
         self._tables: dict[str, TableSpec] = {table.name: table for table in job.tables}
-        self.seq = 0  #: of the next push
-        self._moment = PullVersions([0] * len(self.links), 0)  # at which the dense blocks were read
+        self.seq = 0  #: sequence number of the next push
+        self._moment = PullVersions([0] * len(self.links), 0)  # of the dense blocks' last read
         self._under_way: deque[list[Future[WireMessage]]] = deque()
-        self._newest: list[Floats] = []  # the blocks' values of the last answered push that asked for them
+        self._newest: list[Floats] = []  # the blocks' values in the last answer to a push that asked for them
         self._committed = -1
         self.occupancy = Occupancy(job.tables, len(self.links))
-        self.staleness: list[int] = []  #: of the pushes answered since it was last emptied
+        self.staleness: list[int] = []  #: of the pushes answered since the list was last emptied
 
-    # ---- coming and going ----
+    # ---- start and end ----
 
     def hello(self) -> list[dict[str, Any]]:
-        """What each server knows of this worker."""
+        """Return what each server knows about this worker."""
         return [a.head for a in self._all({"op": "hello", "session": self.job.session})]
 
     def open(self) -> None:
-        """Tell all servers what the job is."""
+        """Send the job description to all servers."""
         self._all({"op": "open", "job": self.job.to_json()})
 
     def begin(self, dense: Sequence[Floats]) -> None:
-        """Give the servers the first values of their blocks, and let them answer. For one worker to do."""
+        """Send the servers the initial values of their blocks, and wait for the answers. One worker calls this."""
         head = {"op": "begin", "worker": self.worker}
         sent = [link.send(WireMessage(head, [values])) for link, values in zip(self.links, dense, strict=True)]
         self._gather(sent)
 
     def leave(self) -> None:
-        """This worker is done."""
+        """Tell all servers that this worker is done."""
         self.settle()
         self._all({"op": "leave"})
 
     def ask(self, **head: Any) -> list[WireMessage]:
-        """The same small question to every server."""
+        """Send the same small request to every server, and return the answers."""
         return self._all(head)
 
     def close(self) -> None:
@@ -196,9 +197,12 @@ class ParameterServerClient:
     def pull(
         self, wanted: Mapping[str, Ids], *, step: int, dense: bool = False, peek: bool = False, state: bool = False
     ) -> PullFuture:
-        """Ask for rows (unique ids), and for the dense blocks. The answers come while the caller does other things.
+        """Request rows of distinct ids, and the dense blocks; return a future, without waiting for the answers.
 
-        ``step``: the step that they are for: servers answer when it may begin. ``peek``: now, whatever the step.
+        step:   the step that the values are for; servers answer when the step may begin
+        dense:  also request the dense blocks; default False
+        peek:   answer at once, whatever the step; default False
+        state:  also request the optimizer state of the rows; default False
         """
         shares = {name: IdPartition.of(ids, len(self.links)) for name, ids in wanted.items()}
         widths = {name: self._width(name, state) for name in wanted}
@@ -228,7 +232,7 @@ class ParameterServerClient:
     # ---- writing ----
 
     def push(self, update: WorkerUpdate, read: PullVersions | None = None) -> None:
-        """Send a step's update to every server; their answers are read later. ``read``: when its rows were."""
+        """Send a step's update to every server; the answers are read later. ``read``: versions of the rows it used."""
         read = read or self._moment
         frames = [self._push_frame(update, s, read.version(s, self.seq)) for s in range(len(self.links))]
         self._under_way.append(self._send("push", frames))
@@ -270,9 +274,9 @@ class ParameterServerClient:
         return WireMessage(head, list(arrays.values()))
 
     def collect(self, leave: int = 0) -> list[Floats]:
-        """Read the answers to pushes until only ``leave`` are under way; the newest values of the blocks, if any.
+        """Read the answers to pushes until only ``leave`` are pending; return the newest values of the blocks, if any.
 
-        Others may have been answered, too. They are left: what a step sees must not depend on who was quick.
+        Further answers that have arrived already are not read: the values that a step sees must not depend on timing.
         """
         while len(self._under_way) > leave:
             since, included = monotonic(), self.seq - len(self._under_way) + 1
@@ -287,7 +291,7 @@ class ParameterServerClient:
         return newest
 
     def refresh(self, step: int, *, dense: bool, peek: bool) -> PullFuture:
-        """Wait until every push counts, then read the blocks; what older answers brought is dropped."""
+        """Wait until every push is committed, then read the blocks; values from older answers are dropped."""
         self.settle()
         pulled = self.pull({}, step=step, dense=dense, peek=peek)
         pulled.wait()
@@ -296,7 +300,7 @@ class ParameterServerClient:
         return pulled
 
     def settle(self) -> None:
-        """Wait until every push has been answered, and let it count."""
+        """Wait until every push has been answered, and commit the pushes."""
         newest = self.collect()
         self._newest = newest
         commit = self._commit()
@@ -304,7 +308,10 @@ class ParameterServerClient:
             self._all({"op": "commit", "seq": commit})
 
     def _commit(self) -> int | None:
-        """The last push, when all servers have it and have not been told so. One server needs no telling."""
+        """Return the last push if it must be committed, after all servers have it; else None.
+
+        A single server needs no commit.
+        """
         if self.job.mode != "sync" or len(self.links) == 1 or self._committed == self.seq - 1:
             return None
         self._newest = self.collect()
@@ -312,13 +319,13 @@ class ParameterServerClient:
         return self._committed
 
     def resume_at(self, seq: int) -> None:
-        """This worker's next push is the one with this number."""
-        self.seq, self._committed = seq, seq - 2  # whether the one before was committed is not known: say it again
+        """Set the sequence number of this worker's next push."""
+        self.seq, self._committed = seq, seq - 2  # the previous push may not be committed, so commit it again
 
-    # ---- inside ----
+    # ---- internal ----
 
     def _send(self, kind: str, frames: Sequence[WireMessage]) -> list[Future[WireMessage]]:
-        """To each server its own."""
+        """Send each server its own message."""
         since = monotonic() if activity.recorder is not None else 0.0
         answers = [link.send(frame) for link, frame in zip(self.links, frames, strict=True)]
         if activity.recorder is not None:
@@ -329,7 +336,7 @@ class ParameterServerClient:
         return self._gather([link.send(WireMessage({**head, "worker": self.worker})) for link in self.links])
 
     def _gather(self, answers: Sequence[Future[WireMessage]]) -> list[WireMessage]:
-        """All answers; of several errors, one that is not merely about a lost connection."""
+        """Wait for all answers. Of several errors, one that is not a lost connection is raised first."""
         errors = [error for answer in answers if (error := answer.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])

@@ -1,4 +1,4 @@
-"""A worker's dense parameters as the servers hold them: for each server, its blocks one after another."""
+"""Copies between a worker's dense parameters and the servers' layout: one flat array of blocks per server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Floats = NDArray[np.float32]
 
 
 class DenseBlockBuffers:
-    """Copies between parameters and flat arrays."""
+    """The dense parameters of a worker, read and written as one flat array per server."""
 
     def __init__(self, blocks: Sequence[DenseBlock], parameters: Mapping[str, nn.Parameter], servers: int) -> None:
         self._parameters = parameters
@@ -28,11 +28,11 @@ class DenseBlockBuffers:
         return self._flat(lambda parameter: parameter.detach())
 
     def gradients(self) -> list[Floats]:
-        """Zeros where a parameter has none: servers step all of them, as one optimizer would."""
+        """Return the gradients; a parameter without one gets zeros, because servers step all parameters."""
         return self._flat(lambda parameter: parameter.grad)
 
     def install(self, values: Sequence[Floats]) -> None:
-        """The servers' values into the parameters."""
+        """Copy the servers' values into the parameters."""
         for home, flat in zip(self._homes, values, strict=True):
             at = 0
             for block in home:
@@ -61,7 +61,7 @@ class DenseBlockBuffers:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Servers hold float32."""
+    """Raise ``UsageError`` unless all parameters are contiguous float32 tensors, as servers require."""
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32:
             raise UsageError(

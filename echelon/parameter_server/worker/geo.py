@@ -1,7 +1,8 @@
-"""Geo mode: a worker steps alone on near copies of what it needs, and every k steps exchanges changes with the servers.
+"""Geo mode: a worker steps on local copies, and every k steps exchanges changes with the servers.
 
-A change is what its own steps did since the last exchange, over the number of workers: (w - w_old) / N, for the dense
-parameters and for the rows it touched (weights and optimizer state alike). It then goes on from the servers' values.
+A change is the effect of the worker's own steps since the last exchange, divided by the number of workers:
+(w - w_old) / N, for the dense parameters and for the rows that the worker touched (weights and optimizer state). The
+worker then continues from the servers' values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from echelon.parameter_server.worker.dense_blocks import DenseBlockBuffers
 
 @dataclass
 class LocalRowCache:
-    """Copies of the rows of one table that were touched since the last exchange, and what they were then."""
+    """Copies of one table's rows that were touched since the last exchange, and their values when they were fetched."""
 
     table: Table
     ids: list[Ids] = field(default_factory=list)
@@ -36,7 +37,7 @@ class LocalRowCache:
         return ids[~np.isin(ids, np.concatenate(self.ids))] if self.ids else ids
 
     def take(self, ids: Ids, values: Floats) -> None:
-        """Copies as the servers have them: weights and state."""
+        """Add copies of rows with the servers' weights and state."""
         self.table.add(ids, values - self.table.pull_state(ids))
         self.table.step = 0
         self.ids.append(ids)
@@ -49,7 +50,7 @@ class LocalRowCache:
 
 
 class LocalPull(PullFuture):
-    """Rows from near copies: there at once."""
+    """A pull from local copies, which is complete at once."""
 
     def __init__(self, shares: dict[str, IdPartition], rows: dict[str, Floats]) -> None:
         super().__init__(shares, {}, [])
@@ -60,17 +61,17 @@ class LocalPull(PullFuture):
 
 
 class GeoWorker:
-    """What a worker of geo mode has near itself."""
+    """The local copies of a worker in geo mode, and their exchange with the servers."""
 
     def __init__(self, client: ParameterServerClient, blocks: DenseBlockBuffers, workers: int, every: int) -> None:
         self._client, self._blocks, self._workers, self._every = client, blocks, workers, every
         self._specs = {spec.name: spec for spec in client.job.tables}
         self.steps = 0  #: since the last exchange
-        self._clock: dict[str, int] = dict.fromkeys(self._specs, 0)  # updates of each table, for rules that count them
+        self._clock: dict[str, int] = dict.fromkeys(self._specs, 0)  # updates of each table, for rules that use it
         self._begin_round()
 
     def begin(self) -> None:
-        """The dense parameters are the servers' now; changes count from here."""
+        """Record the current dense parameters, which are the servers' values; changes are relative to them."""
         self._old = [values.copy() for values in self._blocks.values()]
 
     def _begin_round(self) -> None:
@@ -78,7 +79,7 @@ class GeoWorker:
         self.steps = 0
 
     def pull(self, wanted: Mapping[str, Ids], *, step: int, dense: bool = False) -> PullFuture:
-        """Rows for a step; those that are not near yet are fetched, with their state."""
+        """Return the rows for a step; rows without a local copy are fetched, with their state."""
         missing = {name: self._near[name].missing(ids) for name, ids in wanted.items()}
         if any(len(ids) for ids in missing.values()):
             fetched = self._client.pull(missing, step=step, peek=True, state=True).rows()
@@ -88,7 +89,7 @@ class GeoWorker:
         return LocalPull(shares, {name: self._near[name].table.pull(ids) for name, ids in wanted.items()})
 
     def update(self, tables: Mapping[str, tuple[IdPartition, Floats]], rates: Mapping[str, float]) -> None:
-        """A step of this worker's own; the dense parameters' optimizer has stepped already."""
+        """Update the local rows by one step; the optimizer of the dense parameters has stepped already."""
         for name, near in self._near.items():
             share, grads = tables.get(name, (_NOBODY, np.empty((0, near.table.dim), np.float32)))
             near.table.step = self._clock[name]
@@ -101,7 +102,7 @@ class GeoWorker:
         return self.steps >= self._every
 
     def exchange(self, blob: np.ndarray[tuple[int], np.dtype[np.uint8]] | None) -> None:
-        """Send what this worker's steps changed; the answer's values are everybody's."""
+        """Send the changes of this worker's steps, and install the servers' new values from the answer."""
         tables = {}
         for name, near in self._near.items():
             ids, changes = near.changes(self._workers)
@@ -124,5 +125,5 @@ _NOBODY = IdPartition(np.empty(0, np.int64), None, [0])
 
 
 def _in_memory(spec: TableSpec) -> TableSpec:
-    """Near copies are few and stay for one round: nothing is refused, forgotten or kept on disk."""
+    """Return a table spec for local copies: they are few and last one round, so limits, expiry and disk are off."""
     return TableSpec(name=spec.name, dim=spec.dim, seed=spec.seed, rule=spec.rule, initializer=spec.initializer)

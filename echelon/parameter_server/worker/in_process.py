@@ -1,4 +1,4 @@
-"""A server inside this process: what a job without servers trains its tables on."""
+"""A server inside this process, for the tables of a job without servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.parameter_server.server.shard import ServerShard
 
 
 class InProcessChannel:
-    """Stands where a Link to a server would; frames are handled at once, by the caller's own thread."""
+    """A replacement for ServerChannel; messages are handled at once, in the caller's thread."""
 
     reconnects = 0
 
@@ -36,18 +36,18 @@ class InProcessChannel:
         return self.send(frame).result()
 
     def close(self) -> None:
-        """There is nothing to hang up."""
+        """Do nothing: there is no connection."""
 
 
 class OnDemandPersistence(ShardPersistence):
-    """Checkpoints when they are asked for, and nothing between: tables inside a process live and die with it."""
+    """Persistence by explicit checkpoints only, because tables inside a process end with it."""
 
     def start(self) -> bool:
         return False
 
 
 def own_shard() -> ServerShard:
-    """A shard that holds everything; files of tables with a disk tier go to a directory that ends with the process."""
+    """Return a shard that holds all tables; files of its disk tier are in a temporary directory."""
     scratch = tempfile.TemporaryDirectory(prefix="echelon-tables-")
     place = Path(scratch.name)
     shard = ServerShard(
@@ -58,7 +58,7 @@ def own_shard() -> ServerShard:
 
 
 def answered(answer: WireMessage) -> WireMessage:
-    """An answer, or the error that it is."""
+    """Return the answer. Raises ``EchelonError`` if the answer is an error."""
     line: Any = answer.head.get("error")
     if line is not None:
         raise EchelonError(str(line))

@@ -1,4 +1,4 @@
-"""From a model, its optimizer and the strategy to what the servers are told."""
+"""Construction of the job description for servers from a model, its optimizer and the strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.strategy import ParameterServer
 
 
 def table_seed(seed: int, name: str) -> int:
-    """Of the table, from the job's: so that tables of one job differ, and the same one never does."""
+    """Return the seed of a table, derived from the job's seed and the table's name, so that tables of a job differ."""
     return stable_hash(f"{seed}/{name}")
 
 
@@ -34,7 +34,10 @@ def make_job(
     trainers: int,
     seed: int,
 ) -> JobSpec:
-    """``optimizer``: of the dense parameters that servers hold; None when they hold none."""
+    """Return the job description.
+
+    optimizer:  optimizer of the dense parameters that servers hold; None if they hold none
+    """
     rule = DenseRule() if optimizer is None else dense_rule(optimizer, parameters)
     blocks: tuple[DenseBlock, ...] = ()
     if optimizer is not None:
@@ -67,7 +70,7 @@ def make_job(
 
 
 def dense_rule(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> DenseRule:
-    """The optimizer by its name and settings, for servers to build their own."""
+    """Return the name and settings of the optimizer, from which servers build their own."""
     kind = type(optimizer).__name__
     if kind not in KINDS:
         raise UsageError(
@@ -83,7 +86,7 @@ def dense_rule(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Par
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups' settings as they are now, JSON values only."""
+    """Return the current settings of the parameter groups as JSON values."""
     return [_plain({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 

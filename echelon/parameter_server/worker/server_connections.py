@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ServerConnections:
-    """A link to each server of the job; to one inside this process when the job has none.
+    """A channel to each server of the job, or to a server inside this process if the job has none.
 
-    timeout:  seconds that a server may be away once it has answered
+    timeout:  seconds that a server may be away after it has answered once
     """
 
     def __init__(self, role: Role, job: JobSpec, timeout: float) -> None:
@@ -46,7 +46,10 @@ class ServerConnections:
         ]
 
     def _greet(self, index: int, call: Callable[[WireMessage], WireMessage]) -> None:
-        """After a lost connection: open the job again on a server that held nothing yet, or find its state there."""
+        """Check, after a lost connection, that the server still has the job's state; open the job if it had none yet.
+
+        Raises ``PeerLost`` if the server has lost its state.
+        """
         session = self._job.session
         known = call(WireMessage({"op": "hello", "worker": -1, "session": session})).head
         if known.get("opened") and known.get("session") == session:
@@ -62,7 +65,7 @@ class ServerConnections:
     # ---- waiting ----
 
     def wait_told(self) -> AbstractContextManager[None]:
-        """Name, while the caller waits inside, the servers that have not answered."""
+        """Print the servers that have not answered while the caller waits inside the context."""
         if not self._role.endpoints:
             return nullcontext()
         notice = WaitNotice(self._me, self._role.join_timeout, "start what is missing", component="ps")
@@ -76,10 +79,10 @@ class ServerConnections:
     def _me(self) -> str:
         return f"worker {self._role.index} of {self._role.workers}"
 
-    # ---- keeping in touch ----
+    # ---- heartbeats ----
 
     def keep(self) -> None:
-        """Tell the servers, from now on, that this worker lives; hear from them who is missing, or why they end."""
+        """Start heartbeats to the servers; their answers name missing workers, or the reason why a server ends."""
         if not self._role.endpoints:
             return
         from echelon.base.security import Security
@@ -100,14 +103,14 @@ class ServerConnections:
         self._begin.look(str(answer.get("unbegun") or ""))
 
     def close(self) -> None:
-        """End the beats; the links are closed by the client that uses them."""
+        """Stop the heartbeats; the client that uses the channels closes them."""
         if self._beats is not None:
             self._beats.close()
 
 
 @contextmanager
 def announce_worker(role: Role) -> Iterator[None]:
-    """Let the servers know, while the worker meets the other workers inside, that it has come."""
+    """Send heartbeats to the servers while the worker joins the other workers inside the context."""
     if not role.endpoints:
         yield
         return

@@ -1,4 +1,4 @@
-"""What an Engine does with parameter servers: read rows before a step, push gradients after it, keep in touch."""
+"""An Engine's session with parameter servers: it pulls rows before a step and pushes gradients after it."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from echelon.parameter_server.worker.sparse_embedding import tables_of
 from echelon.parameter_server.worker.sparse_lookup import SparseLookup
 from echelon.strategy import ParameterServer
 
-#: How many of its answered pushes a worker sums up for its staleness figure.
+#: Number of recently answered pushes over which a worker's staleness is averaged.
 LATELY = 100
 
 
 class ParameterServerSession:
-    """The tables of one model, and its dense parameters where servers hold them."""
+    """The session of one model: its tables, and its dense parameters if servers hold them."""
 
     def __init__(
         self, settings: ParameterServer, role: Role, seed: int, model: nn.Module, device: torch.device
     ) -> None:
         self.remote = bool(role.endpoints)
         self.role, self._seed, self._device = role, seed, device
-        # with nobody else there, all modes are one
+        # without servers there are no other workers, so all modes are equal
         self.settings = settings if self.remote else dataclasses.replace(settings, mode="sync")
-        #: whether servers hold the dense parameters too; without servers nobody else could
+        #: True if servers hold the dense parameters, too; without servers this process holds them
         self.dense = settings.dense_on_servers and self.remote
         self.worker, self.workers = (role.index, role.workers) if self.remote else (0, 1)
         self._model, self._hooks = model, list[RemovableHandle]()
         self._tables = tables_of(model, lambda name: table_seed(seed, name))
-        self.blob: Callable[[], bytes] | None = None  #: what this worker needs to go on after a restart
-        #: whether this process's own optimizer steps the dense parameters
+        self.blob: Callable[[], bytes] | None = None  #: returns the state from which this worker resumes
+        #: True if this process's own optimizer steps the dense parameters
         self.steps_here = not self.dense or self.settings.mode == "geo"
         self._geo: GeoWorker | None = None
-        self._next: Any = None  # the batch after this one
-        self._ahead: PullFuture | None = None  # what was asked for the step after this one
+        self._next: Any = None  # the next batch
+        self._ahead: PullFuture | None = None  # the prefetch of the next step
         self._begun = False
-        self._is_behind = False  # an update was pushed whose result is not in the model
-        #: whether workers step together and know of one another through servers only
+        self._is_behind = False  # an update was pushed whose result is not yet in the model
+        #: True if workers step synchronously and are connected through servers only
         self.steps_together = self.dense and self.settings.mode == "sync"
         self._stale: list[int] = []
         self.client: ParameterServerClient | None = None
@@ -68,7 +68,7 @@ class ParameterServerSession:
     # ---- opening ----
 
     def open(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Tell the servers of the job. ``begin`` follows when the model has its first values."""
+        """Open the job on the servers. ``begin`` follows when the model has its initial values."""
         self._optimizer = optimizer
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.dense:
@@ -101,18 +101,21 @@ class ParameterServerSession:
                 self._standing = self.client.hello()
                 self.client.open()
         except BaseException:
-            self.close(done=False)  # at the end of the process there is no job to leave
+            self.close(done=False)  # the job was not opened, so there is none to leave
             raise
         self._contact.keep()
 
     def _session(self) -> str:
-        """Workers that are bound together restart together, and their servers begin anew with them."""
+        """Return the name of the session.
+
+        Workers that all-reduce dense parameters restart together, and each restart begins a new session.
+        """
         attempt = os.environ.get(RESTART_COUNT, "0") if not self.dense else "0"
         return f"{self.role.session}/{attempt}"
 
     @property
     def resumed(self) -> bytes | None:
-        """What this worker left with the servers before it was restarted; None when it begins."""
+        """State that this worker stored on the servers before it was restarted; None if this is its first start."""
         assert self.client is not None
         mine = [s for s in self._standing if s.get("opened") and s.get("session") == self.client.job.session]
         if not self.dense or len(mine) < len(self._standing):
@@ -130,7 +133,7 @@ class ParameterServerSession:
         return blobs[seq]
 
     def _join(self) -> bytes | None:
-        """Take part in a job that is under way without this worker: because it is new, or had been given up."""
+        """Join a running job, because this worker is new or was dropped; return its stored state, if any."""
         assert self.client is not None
         step = int(self.client.links[0].call(WireMessage({"op": "join", "worker": self.worker})).head["step"])
         self.client.resume_at(step)
@@ -139,18 +142,18 @@ class ParameterServerSession:
         return blobs[max(blobs)] if blobs else None
 
     def _blobs(self) -> dict[int, bytes]:
-        """What server 0 keeps of this worker, by the push that it came with."""
+        """Return this worker's states on server 0, by the sequence number of the push that contained each."""
         assert self.client is not None
         kept = self.client.links[0].call(WireMessage({"op": "blob", "worker": self.worker}))
         return {int(seq): bytes(blob) for seq, blob in zip(kept.head["steps"], kept.arrays, strict=True)}
 
     def begin(self) -> None:
-        """Let training start: worker 0's values of the dense parameters are everybody's."""
+        """Start training: all workers begin with worker 0's values of the dense parameters."""
         assert self.client is not None
         if not self._begun and self.worker == 0:  # others wait in their first pull
             self.client.begin(self._blocks.values())
         if not self.dense and self.remote:
-            worlds.barrier()  # servers without blocks wait for nothing: nobody may read before a checkpoint is loaded
+            worlds.barrier()  # servers without blocks do not wait, and no worker may pull before a checkpoint is loaded
         self._begun = True
         self.refresh()
 
@@ -158,11 +161,11 @@ class ParameterServerSession:
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Around forward and backward of ``batch``."""
+        """Pull the values for ``batch``, and run its forward and backward inside the context."""
         assert self.client is not None
         waits = self.settings.mode == "bounded" or (self.settings.mode == "sync" and self._is_behind)
         self.reading.begin(batch, dense=self.dense and waits)
-        answered = self.client.collect(self._leave())  # of pushes; what they could not do is raised here
+        answered = self.client.collect(self._leave())  # errors of earlier pushes are raised here
         self._install(self.reading.values or answered)
         try:
             yield
@@ -171,11 +174,16 @@ class ParameterServerSession:
             raise
 
     def _leave(self) -> int:
-        """Pushes that may stay unanswered while the next step computes."""
+        """Return the number of pushes that may stay unanswered while the next step computes."""
         return 1 if self.settings.prefetch and self.settings.mode == "async" else 0
 
     def update(self, samples: float, weight: float, loss: Tensor | None = None) -> None:
-        """Push the step's gradients: of the mean over ``samples``, times the ``weight`` that ``loss`` was given."""
+        """Push the step's gradients.
+
+        samples:  number of samples over which the loss is a mean
+        weight:   factor that the loss was multiplied by; gradients of rows are divided by it
+        loss:     this worker's loss, sent with the push if workers step together
+        """
         self._push(samples, weight, loss)
         self._is_behind = True
 
@@ -210,12 +218,12 @@ class ParameterServerSession:
         self._note_staleness()
 
     def finish_step(self, own: Tensor) -> Tensor:
-        """Wait for the other workers' part of the step, take up its result, and return the mean loss over all workers.
+        """Wait for the other workers' part of the step, install its result, and return the mean loss over all workers.
 
-        It comes with what is asked for the next step anyhow. For workers that step together; see ``steps_together``.
+        The loss comes with the pull of the next step. This is for workers that step together (``steps_together``).
         """
         assert self.client is not None
-        self.client.collect()  # a push that was refused says why; the pull would only say that it is missing
+        self.client.collect()  # a refused push gives the reason; the pull would only report the push as missing
         pulled, self._ahead = self._ahead or self.client.pull({}, step=self.client.seq, dense=True), None
         pulled.wait()
         self._install(pulled.dense)
@@ -226,14 +234,14 @@ class ParameterServerSession:
         return np.frombuffer(self.blob(), np.uint8) if self.blob and self.dense else None
 
     def skip(self) -> None:
-        """The step has nothing to apply. A worker that others wait for says so."""
+        """Skip the step, which has nothing to apply. If other workers wait for it, an empty update is pushed."""
         if self.dense and self.settings.mode != "geo":
             self.update(0.0, 0.0)
         else:
             self.reading.end()
 
     def ahead(self, batch: Any) -> None:
-        """The batch after the one that is about to be handed out."""
+        """Prefetch the rows of ``batch``, which comes after the batch that is about to be returned."""
         if not self.settings.prefetch:
             return
         self._next = batch
@@ -258,22 +266,22 @@ class ParameterServerSession:
 
     @property
     def staleness(self) -> float:
-        """Mean number of updates that others made between this worker's reading and its pushing, lately."""
+        """Mean number of other workers' updates between this worker's recent pulls and pushes."""
         return sum(self._stale) / len(self._stale) if self._stale else 0.0
 
     # ---- between steps ----
 
     def catch_up(self) -> None:
-        """Bring the last update into the model, unless it is there or a step is under way."""
+        """Install the last update in the model, unless it is installed already or a step is running."""
         if self._is_behind and self.client is not None and not self.reading.in_step:
             self.refresh()
 
     def refresh(self) -> None:
-        """Let every push count, and take up the servers' values: before the model is shown, judged or stored."""
+        """Commit every push and install the servers' values, before the model is inspected, evaluated or saved."""
         assert self.client is not None
         if self._geo is not None and self._geo.steps:
             self._geo.exchange(self._blob())
-        together = self.settings.mode == "sync"  # then others' last pushes belong to the same step: wait for them
+        together = self.settings.mode == "sync"  # other workers' last pushes belong to the same step: wait for them
         if self.dense or together:
             pulled = self.client.refresh(self.client.seq, dense=self.dense, peek=not together)
             self._install(pulled.dense)
@@ -282,18 +290,18 @@ class ParameterServerSession:
         self._is_behind = False
 
     def new_pass(self) -> None:
-        """A pass over the data is done: rows may expire."""
+        """Tell the servers that a pass over the data is done, so that rows may expire."""
         assert self.client is not None
         if self.worker == 0:
             self.client.ask(op="new_pass")
 
     @staticmethod
     def saved_as(step: int) -> str:
-        """The directory, beside a checkpoint, that holds the servers' part of it."""
+        """Return the name of the directory, beside a checkpoint, that holds the servers' part of it."""
         return f"servers-{step:08d}"
 
     def save(self, place: Path, step: int, alone: bool) -> None:
-        """All servers write their part; ``alone``: this process asks for it, others wait with it until it is done."""
+        """Save the servers' part of a checkpoint; the process with ``alone`` requests it, and the others wait."""
         assert self.client is not None
         if not self.dense and self.remote:
             worlds.barrier()  # every worker's pushes have been answered
@@ -315,7 +323,7 @@ class ParameterServerSession:
                 shutil.rmtree(left, ignore_errors=True)
 
     def load(self, checkpoint: Path, name: str | None, asks: bool) -> None:
-        """Let the servers go on from their part of a checkpoint. One worker asks; ``begin`` holds the others."""
+        """Load the servers' part of a checkpoint. The worker with ``asks`` requests it; others wait in ``begin``."""
         assert self.client is not None
         if name is None:
             raise CheckpointError(f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with")
@@ -323,10 +331,11 @@ class ParameterServerSession:
             self.client.ask(op="load", path=str((checkpoint.parent / Path(name).name).absolute()))
 
     def export(self, path: str | Path, table: str, since: int | None = None) -> int:
-        """Servers write a table to Parquet or safetensors, as the name ends; its version.
+        """Let the servers write a table to Parquet or safetensors, by the suffix of ``path``; return its version.
 
-        since: an earlier export's version: only what has changed after it
-        With several servers ``path`` becomes a directory with a file of each.
+        since: version of an earlier export; only later changes are written
+
+        With several servers ``path`` becomes a directory with one file per server.
         """
         assert self.client is not None
         self.client.settle()
@@ -335,18 +344,18 @@ class ParameterServerSession:
         return max(int(answer.head["version"]) for answer in told)
 
     def stats(self) -> list[dict[str, Any]]:
-        """What each server says of itself."""
+        """Return the counters of each server."""
         assert self.client is not None
         return [answer.head for answer in self.client.ask(op="stats")]
 
     def leave(self, done: bool, say: Callable[[str], None] | None) -> None:
-        """At the end of the run. ``say``: where this worker speaks for all."""
+        """Leave the job at the end of the run. ``say`` prints the summary; it is None except on one worker."""
         if done and say is not None and (line := self.summary()) is not None:
             say(line)
         self.close(done)
 
     def close(self, done: bool = True) -> None:
-        """Leave the job; ``done``: this worker has nothing more to say."""
+        """Close the session; with ``done`` this worker first completes its updates and leaves the job."""
         if self.client is None:
             return
         client = self.client
@@ -364,7 +373,7 @@ class ParameterServerSession:
             client.close()
 
     def summary(self) -> str | None:
-        """How far apart reading and pushing were, for the end of the run; None where they cannot be."""
+        """Return the line about staleness for the end of the run; None if there is no staleness."""
         if not self.remote or self.settings.mode == "sync" or self.client is None:
             return None
         servers = self.stats()
@@ -374,14 +383,14 @@ class ParameterServerSession:
         return f"staleness: others made {mean:.1f} updates between a read and its push on average, {most} at most"
 
     def describe_processes(self) -> str | None:
-        """Return workers and servers in words where workers know of one another through servers only; else None."""
+        """Return a description of workers and servers if workers are connected through servers only; else None."""
         if not self.dense:
             return None
         servers = things(len(self.role.endpoints), "server")
         return f"{things(self.workers, 'worker')} x {self._device.type}, {servers}"
 
     def describe(self) -> Iterator[str]:
-        """For the announcement of the run."""
+        """Yield the lines about tables and servers for the announcement of the run."""
         where = things(len(self.role.endpoints), "server") if self.remote else "this process (no servers in this job)"
         for name, (spec, modules) in self._tables.items():
             rule = type(spec.rule).__name__.lower()

@@ -1,4 +1,4 @@
-"""SparseEmbedding: an embedding for any int64 id, whose rows live on parameter servers, or here when there are none."""
+"""SparseEmbedding: an embedding for any int64 id, with rows on parameter servers or in this process."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Combiner = Literal["sum", "mean", "sqrtn"]
 
 
 class RowSource(Protocol):
-    """Where rows come from."""
+    """Interface of the source of rows."""
 
     def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class SparseEmbedding(nn.Module):
-    """Rows of ``dim`` floats for any int64 id: negative, 0, 2**63 - 1. A row comes into being when it is first trained.
+    """Rows of ``dim`` floats for any int64 id, such as a negative id, 0 or 2**63 - 1; training an id creates its row.
 
-    It has no parameters: the rows are no part of the model, the optimizer given to ``distribute`` does not see them.
-    ``optimizer`` is what the server does with their gradients.
+    The module has no parameters: the rows are not part of the model, and the optimizer given to ``distribute`` does not
+    see them. The server applies their gradients with ``optimizer``.
 
-    name:        of the table; by default the module's own name in the model. Modules of one name share a table
+    name:        name of the table; default: the module's own name in the model. Modules of one name share a table
     optimizer:   a rule of ``echelon.strategy.table_rules`` or its name: sgd, momentum, adagrad, row_adagrad, adam, ftrl
-    initializer: the first value of a row, from the seed, the table and the id alone; a number b is uniform in [-b, b)
-    combiner:    makes one vector of a bag of ids: their "sum", "mean", or "sqrtn": the sum over the root of the sum of
-                 squared weights
-    padding_id:  an id that stands for nothing: it reads as zeros and is never trained
+    initializer: distribution of a row's initial weights, which depend on the seed, the table and the id alone; a number
+                 b is uniform in [-b, b)
+    combiner:    reduction of a bag of ids to one vector: "sum", "mean", or "sqrtn", which is the sum divided by the
+                 root of the sum of squared weights; default: none
+    padding_id:  id that reads as zeros and is never trained; default: none
     capacity ... disk: see ``echelon.parameter_server.protocol.job_spec.TableSpec``
     other_names: Fluid's spelling (``size=[dict_size, width], is_sparse=True``) and torch's (``num_embeddings``)
     """
@@ -88,23 +89,23 @@ class SparseEmbedding(nn.Module):
             expire_seconds=expire_seconds,
             disk=disk,
         )
-        self.lr = self._spec.rule.lr  #: the rate of the next update; a schedule may change it
+        self.lr = self._spec.rule.lr  #: learning rate of the next update; a schedule may change it
         self._store: Callable[[], RowSource | None] = _nowhere
         self._table = name or ""
 
     @property
     def spec(self) -> TableSpec:
-        """What was asked for; ``name`` is empty until the module's own name is known."""
+        """The table's specification; ``name`` is empty unless it was given to the constructor."""
         return self._spec
 
     def connect(self, table: str, store: Callable[[], RowSource | None]) -> None:
-        """From now on rows come from there."""
+        """Set the table and the source of its rows."""
         self._table, self._store = table, store
 
     def forward(self, ids: Tensor, weights: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-        """Without a combiner, a row for every id: shape ``[*ids.shape, dim]``.
+        """Return a row for every id, ``[*ids.shape, dim]``, or with a combiner a row for every bag.
 
-        With one, a row for every bag: bags are the last dimension of ``ids``, or, with 1-D ids, begin at ``offsets``.
+        Bags are the last dimension of ``ids``; with 1-D ids they begin at ``offsets``.
         """
         store = self._store()
         if store is None:
@@ -142,7 +143,7 @@ class SparseEmbedding(nn.Module):
 
 
 class _GatherRows(torch.autograd.Function):
-    """``rows[inverse]``. torch's own backward of it takes four times as long on a CPU."""
+    """``rows[inverse]``, because torch's own backward of it takes four times as long on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, inverse: Tensor) -> Tensor:
@@ -167,7 +168,7 @@ def _rows_at(rows: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _once(option: str, given: Any, ours: dict[str, Any]) -> Any:
-    """Return an option that was given by one of its names."""
+    """Return an option that was given under one of its names. Raises ``UsageError`` if two names conflict."""
     if option not in ours or given in (None, ours[option]):
         return ours.get(option, given)
     raise UsageError(
@@ -180,7 +181,7 @@ def _nowhere() -> RowSource | None:
 
 
 def _starts(ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
-    """Where bags begin among the flat ids, and the shape of one value a bag."""
+    """Return the start of each bag among the flat ids, and the shape of one value per bag."""
     if offsets is not None:
         if ids.dim() != 1 or offsets.dim() != 1:
             raise DataError(f"offsets go with 1-D ids, got ids of shape {tuple(ids.shape)}")
@@ -214,7 +215,10 @@ def _initializer(given: Initializer | float | None) -> Initializer:
 
 
 def tables_of(model: nn.Module, seed_of: Callable[[str], int]) -> dict[str, tuple[TableSpec, list[Any]]]:
-    """The tables of a model by name, each with the modules that read it. Modules of one name must mean one table."""
+    """Return the tables of a model by name, each with the modules that read it.
+
+    Raises ``UsageError`` if modules of one name describe different tables.
+    """
     import dataclasses
 
     found: dict[str, tuple[TableSpec, list[Any]]] = {}

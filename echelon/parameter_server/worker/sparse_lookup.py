@@ -1,7 +1,7 @@
-"""What a step reads from sparse tables: each id once, one question to the servers, asked ahead where that can be.
+"""Lookups of a step in sparse tables: ids are deduplicated, pulled in one request, and prefetched where possible.
 
-The first step shows which parts of a batch the tables are asked for (``IdView``). From then on the ids of a batch are
-known as soon as the batch is there, and its rows can travel while the batch before it computes.
+The first step shows which parts of a batch are ids of tables (``IdView``). From then on the ids of a batch are known as
+soon as the batch exists, and the transfer of its rows overlaps with the computation of the previous batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from echelon.parameter_server.worker.client import (
     PullVersions,
 )
 
-#: What tells a tensor of ids from others of the same batch.
+#: Identifies a tensor of ids among the tensors of a batch.
 Key = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -39,7 +39,7 @@ def key_of(table: str, ids: Tensor) -> Key:
 
 @dataclass(frozen=True)
 class IdView:
-    """How the ids of a lookup lie in one tensor of the batch."""
+    """The location of a lookup's ids as a view of one tensor of the batch."""
 
     table: str
     leaf: int
@@ -51,7 +51,7 @@ class IdView:
 
     @classmethod
     def find(cls, table: str, ids: Tensor, leaves: Sequence[Tensor]) -> IdView | None:
-        """Where ``ids`` lie in the batch; None when they were computed."""
+        """Return the view of the batch that ``ids`` are; None if the ids were computed."""
         for index, leaf in enumerate(leaves):
             if leaf.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr() and leaf.dtype == ids.dtype:
                 offset = int(ids.storage_offset() - leaf.storage_offset())
@@ -61,7 +61,7 @@ class IdView:
         return None
 
     def of(self, leaves: Sequence[Tensor]) -> Tensor | None:
-        """The same part of another batch, which may have more or fewer samples; None when it does not fit."""
+        """Return the same part of another batch, which may have more or fewer samples; None if it does not fit."""
         if self.leaf >= len(leaves):
             return None
         leaf = leaves[self.leaf]
@@ -80,22 +80,22 @@ class IdView:
 
 @dataclass
 class PulledRows:
-    """Rows of one table that one question asked for, as a leaf that gathers their gradient."""
+    """Rows of one table from one pull, as a leaf tensor that accumulates their gradient."""
 
     table: str
     share: IdPartition
     rows: Tensor
-    origin: Floats  # as they were read, in the order of the ids asked for
+    origin: Floats  # the rows as they were read, in the order of the requested ids
     ids: Ids
 
 
 @dataclass
 class LookupBatch:
-    """One question: by table its distinct ids, and where each lookup's ids are among them."""
+    """One pull: the distinct ids by table, and the indices of each lookup's ids among them."""
 
     ids: dict[str, Ids] = field(default_factory=dict)
     inverse: dict[Key, NDArray[np.int64]] = field(default_factory=dict)
-    tensors: list[Tensor] = field(default_factory=list)  # held, so that no other tensor takes their place in memory
+    tensors: list[Tensor] = field(default_factory=list)  # kept alive, so that no other tensor reuses their memory
     pulled: PullFuture | None = None
     found: dict[str, PulledRows] = field(default_factory=dict)
 
@@ -108,10 +108,10 @@ class SparseLookup:
         self._views: dict[IdView, None] = {}
         self._leaves: list[Tensor] = []
         self._asked: list[LookupBatch] = []
-        self._ahead: deque[LookupBatch] = deque(maxlen=2)  # questions for the next batches, in order
-        self.moment: PullVersions | None = None  #: when this step's rows were read
+        self._ahead: deque[LookupBatch] = deque(maxlen=2)  # pulls for the next batches, in order
+        self.moment: PullVersions | None = None  #: versions of this step's rows
         self.in_step = False
-        self.computed: set[str] = set()  #: tables whose ids are computed in the model, so that nothing can be ahead
+        self.computed: set[str] = set()  #: tables whose ids are computed in the model, which prevents prefetching
         self.values: list[Floats] = []  #: dense values that came with the last pull
         self.pull: Callable[..., PullFuture] = client.pull
         self.before_peek: Callable[[], None] = lambda: None  #: called by a lookup outside of a step
@@ -119,7 +119,7 @@ class SparseLookup:
     # ---- a step ----
 
     def begin(self, batch: Any, dense: bool) -> None:
-        """Start a step on ``batch``; what was asked ahead for it is taken up."""
+        """Start a step on ``batch`` and receive its rows, from a prefetch if there is one."""
         self._leaves = _tensors(batch)
         self._asked, self.in_step, self.values, self.moment = [], True, [], None
         asked = self._asked_ahead(self._views_of(self._leaves), dense)
@@ -128,7 +128,7 @@ class SparseLookup:
             self._receive(asked)
 
     def ask_ahead(self, batch: Any, dense: bool) -> PullFuture | None:
-        """Ask for the rows of the next batch; returns the question, if there is one."""
+        """Prefetch the rows of the next batch; return the pull, if there is one."""
         if not (self._views or dense):
             return None
         self._ahead.append(self.ask(self._views_of(_tensors(batch)), dense))
@@ -164,7 +164,7 @@ class SparseLookup:
     # ---- a lookup ----
 
     def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Distinct rows, and for each of ``ids`` (flat) which of them is its own."""
+        """Return the distinct rows, and for each of the flat ``ids`` the index of its row."""
         _check(table, ids)
         if not self.in_step:
             return self._peek(table, ids)
@@ -196,19 +196,19 @@ class SparseLookup:
         return [(table, ids) for table, ids in found if ids is not None]
 
     def _asked_ahead(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
-        """The question for these ids, if it was asked ahead; else it is asked now."""
+        """Return the prefetch of these ids, or pull them now if there is none."""
         keys = {key_of(table, ids) for table, ids in wanted}
         for at, asked in enumerate(self._ahead):
             if keys == asked.inverse.keys():
-                for _ in range(at + 1):  # those before were for batches that were never trained on
+                for _ in range(at + 1):  # earlier prefetches were for batches that were never trained on
                     self._ahead.popleft()
                 return asked
         return self.ask(wanted, dense)
 
-    # ---- what the step leaves ----
+    # ---- results of the step ----
 
     def gradients(self, scale: float) -> dict[str, tuple[IdPartition, Floats]]:
-        """By table, the gradient of each distinct row, times ``scale``; rows that no gradient reached are left out."""
+        """Return the gradient of each distinct row by table, times ``scale``; pulls without a gradient are left out."""
         parts: dict[str, list[PulledRows]] = {}
         for asked in self._asked:
             for found in asked.found.values():
@@ -226,7 +226,7 @@ class SparseLookup:
         return share, summed if share.order is None else summed[share.order]
 
     def origins(self, tables: Mapping[str, tuple[IdPartition, Floats]]) -> dict[str, Floats]:
-        """The rows as they were read, in the order of ``tables``."""
+        """Return the rows as they were read, in the order of the partitions in ``tables``."""
         read = {found.table: found for asked in reversed(self._asked) for found in asked.found.values()}
         return {
             name: read[name].origin if share.order is None else read[name].origin[share.order]
@@ -250,7 +250,7 @@ def _joined_ids(tensors: Sequence[Tensor]) -> Ids:
 
 
 def _own(values: Floats) -> Floats:
-    """Memory that torch may write to; what came over the network must not be."""
+    """Return the values in writable memory; arrays from the network are read-only and are copied."""
     return values if values.flags.writeable else values.copy()
 
 

@@ -1,1 +1,1 @@
-"""Running what was found: a Draft into a Plan, plans in files, auto, trials."""
+"""Execution of plans that a search found: conversion of a Draft to a Plan, saved plans, ``auto``, and trials."""

@@ -1,8 +1,8 @@
-"""``Strategy(auto=True)``: with the first batch rank 0 profiles and searches, and all ranks run what it has found.
+"""``Strategy(auto=True)``: at the first batch, rank 0 profiles the model and searches, and all ranks run its plan.
 
-When the plan is found decides what it may be. Given ``sample=`` or a data set (``engine.loader``), ranks can be dealt
-out in any way, since batches come from loaders that know the plan. Where the user hands each rank its batch, every rank
-keeps its own: plans that cut layers or stages are left out, and that is said.
+The source of the batch limits the plans. With ``sample=`` or a data set (``engine.loader``), any mesh is possible,
+because batches come from loaders that know the plan. If user code passes each rank its own batch, every rank keeps it:
+plans with splits or stages are left out, and a log line says so.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ if TYPE_CHECKING:
     from echelon.engine.engine import Engine
     from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
 
-#: Times the best plan's seconds: predictions are not that wrong.
+#: A plan predicted to take this many times the best plan's time is not preferred for trials: errors are smaller.
 HOPELESS = 3.0
 
 
 def find_saved(given: Plan | SavedPlan | str | Path | None) -> SavedPlan | None:
-    """The saved plan to run: what ``distribute(plan=...)`` was given, or ``echelon run --plan``."""
+    """Return the saved plan of ``distribute(plan=...)`` or of ``echelon run --plan``, or None.
+
+    Raises UsageError if both are given.
+    """
     path = os.environ.get(PLAN)
     if path is not None and given is not None:
         raise UsageError(f"distribute(plan=...) and 'echelon run --plan {path}' are two plans; leave one of them out")
@@ -58,14 +61,14 @@ def find_saved(given: Plan | SavedPlan | str | Path | None) -> SavedPlan | None:
 
 
 def origin_of(given: Plan | SavedPlan | str | Path | None) -> str:
-    """Where a saved plan came from, in words."""
+    """Return the origin of a saved plan as text."""
     return os.environ.get(PLAN) or (str(given) if isinstance(given, str | Path) else "distribute(plan=...)")
 
 
 def refuse_settings_beside_plan(
     strategy: Strategy, marks: ModelMarks, slices: Slices | None, served: bool, planned: bool
 ) -> None:
-    """A plan that was found says everything; what a script says beside it would be ignored, or be in its way."""
+    """Raise UsageError if a script has settings beside a saved plan or auto, which would be ignored or conflict."""
     what = "the saved plan" if planned else "auto"
     beside = [name for name in set_options(strategy) if name != "auto"]
     beside += ["fast"] if strategy.part(Fast) else []  # fast=False is fine
@@ -81,7 +84,7 @@ def refuse_settings_beside_plan(
 
 
 class AutoPlanner:
-    """The choice that is still to be made. All ranks call the same methods together."""
+    """Chooses the plan of an engine. All ranks must call the same methods together."""
 
     def __init__(
         self,
@@ -96,17 +99,22 @@ class AutoPlanner:
         self._auto, self._world, self._model, self._loss, self._optimizers = auto, world, model, loss, optimizers
 
     def by_sample(self, engine: Engine, batch: Any) -> None:
-        """With a batch as one rank gets it, where loaders will deal out the data."""
+        """Choose a plan from a batch as one rank gets it, if loaders will distribute the data."""
         self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=False, batch=batch)
 
     def plan_from_batch(self, engine: Engine, batch: Any) -> None:
-        """With the first batch that the user hands to every rank."""
+        """Choose a plan from the first batch that user code passes to every rank."""
         self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=True, batch=batch)
 
     def plan_from_data(
         self, engine: Engine, dataset: Any, batch_size: int | None, global_batch: int | None, options: Mapping[str, Any]
     ) -> None:
-        """With the first samples of a data set. ``batch_size`` is for each rank: nobody knows of replicas yet."""
+        """Choose a plan from the first samples of a data set.
+
+        batch_size:   samples of each rank, because the number of replicas is not known yet
+        global_batch: samples of all ranks; exactly one of the two must be given
+        options:      options of the loader
+        """
         if "batch_sampler" in options:
             batch_size, global_batch = None, batches_of(options["batch_sampler"])
         if (batch_size is None) == (global_batch is None):
@@ -122,7 +130,7 @@ class AutoPlanner:
         self._find(engine, first, total, own_batches=False)
 
     def run(self, engine: Engine, saved: SavedPlan, batch: Any = None, origin: str = "") -> None:
-        """Have the engine go by a plan that was found; ``origin`` says where, if that is to be said."""
+        """Start the engine with a saved plan; ``origin``: text about its source for a log line, "" for no line."""
         if origin:
             engine.say(f"plan: from {origin}: {saved.draft}")
         saved.check_model(self._model)
@@ -154,7 +162,10 @@ class AutoPlanner:
         self.run(engine, plans[0], batch)
 
     def _search(self, sample: Any, total: int, own_batches: bool) -> dict[str, Any]:
-        """On rank 0: what all are told. Others wait for it, so that whatever goes wrong must reach them."""
+        """Return, on rank 0, the message to all ranks with plans or an error.
+
+        The other ranks wait for the message, so every exception is turned into an error in it.
+        """
         assert self._auto is not None
         before = random_state(0, self._world.device)
         try:
@@ -183,7 +194,7 @@ def find_plans(
     optimizers: Mapping[str, torch.optim.Optimizer],
     own_batches: bool,
 ) -> dict[str, Any]:
-    """The best plans as JSON, and what to say of them."""
+    """Return the best plans as JSON, and log lines about them. Raises UsageError if no plan fits."""
     from echelon.base.quantities import quantity
     from echelon.planner.plan_search.search import search
     from echelon.planner.profiling.profile import profile
@@ -201,7 +212,7 @@ def find_plans(
         fixed=fixed,
         devices=world.size,
         **_optimizer(optimizers, model),
-        keep=50,  # different ways come far apart where they differ
+        keep=50,  # plans on different meshes may be far apart in the ranking
     )
     if not answer.best:
         raise UsageError(_nothing_fits(answer))
@@ -217,7 +228,10 @@ def find_plans(
 
 
 def _different(best: Sequence[PlanChoice], count: int) -> list[PlanChoice]:
-    """The best, then the best of each other mesh, then the rest: plans alike are foretold alike well, others less."""
+    """Return the best plan, then the best of each other mesh, then the rest, ``count`` in all.
+
+    Prediction errors correlate within a mesh, so trials on different meshes tell more.
+    """
     first: dict[tuple[int, ...], PlanChoice] = {}
     for choice in best:
         first.setdefault((choice.draft.replicate, choice.draft.stage, choice.draft.split), choice)
@@ -226,7 +240,7 @@ def _different(best: Sequence[PlanChoice], count: int) -> list[PlanChoice]:
 
 
 def _neighbours(answer: SearchResult, auto: Auto, ranks: int, fixed: Mapping[str, object]) -> list[PlanChoice]:
-    """Plans one decision away from the best that could be run as well: on one device, all there is to try."""
+    """Return the neighbors of the best plan that are allowed to run; on one device, there are no other plans to try."""
     from echelon.planner.plan_search.search_result import PlanChoice
 
     def may_run(draft: Draft) -> bool:
@@ -243,18 +257,18 @@ def _neighbours(answer: SearchResult, auto: Auto, ranks: int, fixed: Mapping[str
 
 
 def _fixed(model: nn.Module, own_batches: bool) -> dict[str, object]:
-    """What is decided before: each rank's own batch; no micro-batches where they would change the numbers."""
+    """Return the fixed fields of a draft: no stages or splits with own batches, no micro-batches if results change."""
     axes: dict[str, object] = {"stage": 1, "split": 1} if own_batches else {}
     return axes | ({"micro_batches": 1} if _looks_over_batch(model) else {})
 
 
 def _looks_over_batch(model: nn.Module) -> bool:
-    """Whether a part of a batch is not to it what it is in the whole: batch norm's statistics, experts' capacity."""
+    """Return True if results depend on the micro-batch size: through batch norm's statistics or experts' capacity."""
     return bool(batch_norm_names(model)) or any(isinstance(module, MoE) for module in model.modules())
 
 
 def from_first(message: Any, world: World) -> Any:
-    """Rank 0's ``message``, on every rank."""
+    """Broadcast rank 0's ``message`` and return it on every rank."""
     if world.control is None:
         return message
     data = json_to_tensor(message if world.rank == 0 else None)
@@ -279,7 +293,7 @@ def _cluster(auto: Auto, world: World) -> Any:
 
 
 def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
-    """Return the optimizer's name and a system that knows its state; Adam's where it cannot be measured."""
+    """Return the optimizer's name and a system with its state bytes; Adam's if they cannot be measured."""
     from echelon.planner.cost.system import ECHELON, STATE
     from echelon.planner.profiling.optimizer_state import optimizer_name, with_state_of
 

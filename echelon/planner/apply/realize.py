@@ -1,4 +1,4 @@
-"""From a Draft to a Plan, and back. Only marks and a Strategy are made here; ``make_plan`` makes every Plan."""
+"""Conversion of a Draft to a Plan and back. ``make_plan`` makes the Plan, from marks and a Strategy made here."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class RunnablePlan(NamedTuple):
-    """What an engine needs to run a draft."""
+    """The plan and marks that an engine needs to run a draft."""
 
     plan: Plan
     marks: ModelMarks
 
 
 class SavedPlanInputs(NamedTuple):
-    """What a saved plan says, in the words of one that a user has written."""
+    """A saved plan as the arguments of ``make_plan``, as if the user had written them."""
 
     strategy: Strategy
     marks: ModelMarks
@@ -53,7 +53,10 @@ def realize(
     ranks: int,
     ranks_per_host: int = 1,
 ) -> RunnablePlan:
-    """The Plan of a draft for this model, and the marks that it has been made with."""
+    """Return the Plan of a saved draft for this model, with its marks.
+
+    Raises UsageError if the draft is for another number of ranks.
+    """
     draft = saved.draft
     if draft.ranks != ranks:
         raise UsageError(
@@ -66,7 +69,7 @@ def realize(
 
 
 def complete_saved_plan(plan: Plan, saved: SavedPlan, model: nn.Module) -> Plan:
-    """With what a draft says stage by stage and replica by replica."""
+    """Return the plan with the draft's recompute by stage and shares by replica."""
     recomputed = tuple((name,) for name in _recomputed(saved, model))
     return dataclasses.replace(plan, recompute=recomputed, shares=_shares(saved.draft))
 
@@ -94,14 +97,14 @@ def _marks(saved: SavedPlan) -> ModelMarks:
 
 
 def _stages(saved: SavedPlan) -> Iterator[tuple[str, int]]:
-    """Every module of every unit, with its stage."""
+    """Yield the name of every module of every unit, with its stage."""
     for at, names in enumerate(saved.units):
         stage = sum(at >= cut for cut in saved.draft.cuts)
         yield from ((name, stage) for name in names)
 
 
 def _pipeline(draft: Draft) -> Pipeline | None:
-    """Micro-batches need no stages: on one they run one after another."""
+    """Return the Pipeline of a draft; with one stage, micro-batches run in sequence. None without micro-batches."""
     if draft.stage > 1:
         return Pipeline(micro_batches=draft.micro_batches, schedule=draft.schedule or "1f1b")
     return Pipeline(micro_batches=draft.micro_batches, stages=1) if draft.micro_batches > 1 else None
@@ -129,21 +132,23 @@ def _shares(draft: Draft) -> tuple[float, ...]:
 
 
 def _recomputed(saved: SavedPlan, model: nn.Module) -> Iterator[str]:
-    """Each unit of a recomputed stage for itself. One that changes its input in place has nothing to come back to, and
-    keeps nothing either."""
+    """Yield the modules to recompute, each on its own.
+
+    A module that modifies its input in place is left out: its input no longer exists in backward, and it saves nothing.
+    """
     recompute = saved.draft.recompute or (False,) * saved.draft.stages
     for name, stage in _stages(saved):
         if recompute[stage] and not getattr(model.get_submodule(name), "inplace", False):
             yield name
 
 
-# ---- and back ----
+# ---- Plan to Draft ----
 
 
 def draft_of(plan: Plan, anatomy: ProfileLike, batch: int | None = None) -> Draft:
-    """The draft that describes a Plan, for ``predict``.
+    """Return the draft that describes a Plan, for ``predict``.
 
-    batch: samples of the global batch; by default what was profiled
+    batch: samples of the global batch; default: those of the profiled batch
     """
     stages = _stages_of(plan, anatomy)
     count = max(stages, default=0) + 1
@@ -169,7 +174,7 @@ def draft_of(plan: Plan, anatomy: ProfileLike, batch: int | None = None) -> Draf
 
 
 def _stages_of(plan: Plan, anatomy: ProfileLike) -> list[int]:
-    """The stage of every unit."""
+    """Return the stage of every unit. Raises UsageError if the plan's stages do not consist of the profile's units."""
     if plan.mesh.get("stage", 1) == 1:
         return [0] * len(anatomy.names)
     if plan.stages is None:
@@ -177,7 +182,7 @@ def _stages_of(plan: Plan, anatomy: ProfileLike) -> list[int]:
     known = plan.stages.units
     found = [_stage_of(name, known) for name in anatomy.names]
     stages = [0 if stage is None else stage for stage in found]
-    for at, stage in enumerate(found):  # what has no stage of its own runs where it is used: with what comes after
+    for at, stage in enumerate(found):  # a unit without a stage runs where it is used: in the stage of the next unit
         if stage is None:
             later = (other for other in found[at:] if other is not None)
             stages[at] = next(later, max(known.values()))

@@ -1,4 +1,4 @@
-"""Make a plan that can be saved and run from a draft and the profile of its model."""
+"""Construction of a SavedPlan from a draft and the profile of its model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def make_saved_plan(
     prediction: Prediction | None = None,
     made_from: dict[str, Any] | None = None,
 ) -> SavedPlan:
-    """Return ``draft`` with the units and splits of ``profile``, for ``model`` if it is given."""
+    """Return a SavedPlan of ``draft`` with the units and splits of ``profile``.
+
+    model:     model whose parameter shapes are stored and checked when the plan is run; default: none
+    made_from: description of the inputs of the search, stored in the plan
+    """
     return SavedPlan(
         draft=draft,
         units=_units_of(profile),
@@ -45,6 +49,6 @@ def _flops(profile: Profile, draft: Draft) -> float:
 
 
 def _units_of(profile: Profile) -> tuple[tuple[str, ...], ...]:
-    """A unit is a module, or several that a later call binds together."""
+    """Return the names of the modules of every unit; a unit has several modules if they must be in one stage."""
     members: Sequence[Sequence[str]] = getattr(profile, "members", None) or [(name,) for name in profile.names]
     return tuple(map(tuple, members))

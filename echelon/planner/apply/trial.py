@@ -1,8 +1,8 @@
-"""``auto="measure"``: the best few plans are run for some steps, each in processes of its own that are thrown away.
+"""Trials for ``auto="measure"``: the best few plans run for some steps, each in temporary child processes.
 
-Every rank starts its script once more, with a variable that makes ``distribute()`` run one candidate: on the first
-batches, for a few steps, then the process writes down how long they took, and ends. One that runs out of memory,
-crashes or takes too long harms nothing: its plan is passed over.
+Every rank starts its script again, with an environment variable that makes ``distribute()`` run one candidate: the
+child trains on the first batches for a few steps, writes the time of a step to a file, and exits. If a child runs out
+of memory, crashes or takes too long, its plan is skipped, and the parent process is not affected.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from echelon.distributed.world import World
 from echelon.launcher.failure import read_record
 from echelon.plan.saved_plan import SavedPlan
 
-#: Steps that are not counted, and steps that are.
+#: Number of warm-up steps, and of timed steps.
 WARM, COUNTED = 2, 5
-#: Seconds that a trial has, beyond twice what this process took to come as far as that.
+#: Seconds that a trial may take, in addition to twice this process's time until the trial and to the predicted steps.
 PATIENCE = 120.0
 LOOK = 0.1
 
@@ -57,7 +57,7 @@ _BEGUN = time.monotonic()
 _FAILED = "failed"
 
 
-# ---- in the process that is thrown away ----
+# ---- in the child process ----
 
 
 class TimedEngine(Protocol):
@@ -72,13 +72,13 @@ class TimedEngine(Protocol):
 
 @dataclass
 class Trial:
-    """What a process that only times a candidate has been told."""
+    """The task of a child process: the plan to time, and the file for its report."""
 
     candidate: SavedPlan
     report: Path
 
     def run(self, engine: TimedEngine, batches: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> NoReturn:
-        """Train for some steps, write down how long one took, and end."""
+        """Train for some steps, write the median time of a step to the report, and exit the process."""
         engine.trial = None
         seconds = []
         for _, (args, named) in zip(range(WARM + COUNTED), batches, strict=False):
@@ -91,13 +91,13 @@ class Trial:
         part.replace(self.report)
         with contextlib.suppress(RuntimeError):
             if engine.world.control is not None:
-                dist.barrier(engine.world.control)  # whoever leaves first hangs up on the others
+                dist.barrier(engine.world.control)  # a rank that exits early closes connections that others still use
         sys.stdout.flush()
-        os._exit(0)  # the script is not to go on, whatever it would do next
+        os._exit(0)  # the rest of the script must not run
 
 
 def find_trial() -> Trial | None:
-    """The trial that this process is for."""
+    """Return the trial that this process was started for, or None."""
     path = os.environ.get(TRIAL)
     if path is None:
         return None
@@ -111,18 +111,18 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# ---- in the process that goes on ----
+# ---- in the parent process ----
 
 
 class TrialOutcome(NamedTuple):
-    """seconds of a step; None and a reason for a trial that failed."""
+    """The outcome of a trial: seconds of a step, or None and a reason if the trial failed."""
 
     seconds: float | None
     reason: str = ""
 
 
 class TrialScript(NamedTuple):
-    """How this process's program is run again."""
+    """The program of this process and its arguments, to start it again. ``kind``: "script" or "module"."""
 
     kind: str
     program: str
@@ -132,7 +132,10 @@ class TrialScript(NamedTuple):
 def find_quickest_plan(
     plans: Sequence[SavedPlan], world: World, model: nn.Module, say: Callable[[str], None]
 ) -> SavedPlan:
-    """The plan whose trial was quickest; the first of them, where no trial tells. All ranks call it together."""
+    """Return the plan with the fastest trial, or the first plan if no trial succeeds.
+
+    All ranks must call it together.
+    """
     script = own_script()
     found = [script is not None] if world.control is None else gather_json(script is not None, world.control)
     if script is None or not all(found):
@@ -160,7 +163,10 @@ def _in_words(plan: SavedPlan, outcome: TrialOutcome) -> str:
 
 
 def own_script() -> TrialScript | None:
-    """What this process runs, where that can be run again; None in a notebook, at a prompt, or in a child process."""
+    """Return the program of this process, or None if it cannot be started again.
+
+    That is the case in a notebook, at a prompt, and in a process started by multiprocessing.
+    """
     words = sys.orig_argv
     if rank_main.__file__ in words:
         kind, program, *args = words[words.index(rank_main.__file__) + 3 :]
@@ -175,7 +181,7 @@ def own_script() -> TrialScript | None:
 
 @contextlib.contextmanager
 def _out_of_the_way(model: nn.Module, world: World) -> Iterator[None]:
-    """A GPU is left to the trials; the model waits in host memory."""
+    """Keep the model in host memory within the context, so that the trials can use the GPU's memory."""
     if world.device.type != "cuda":
         yield
         return
@@ -188,7 +194,7 @@ def _out_of_the_way(model: nn.Module, world: World) -> Iterator[None]:
 
 
 class _TrialRunner:
-    """Runs trials, one child on every rank. Ranks tell one another through a store of their own when one has failed."""
+    """Runs trials, with one child on every rank. Ranks signal failures to each other through a store of their own."""
 
     def __init__(self, world: World, script: TrialScript) -> None:
         self._world, self._script, self._round = world, script, 0
@@ -211,11 +217,11 @@ class _TrialRunner:
         return TCPStore(*self._meeting_place(), is_master=False, wait_for_workers=False)
 
     def _meeting_place(self) -> tuple[str, int]:
-        """Of a new store, which rank 0 serves: where this rank and its child reach it."""
+        """Return the host and port at which this rank and its child reach a new store, which rank 0 serves."""
         port = 0
         if self._world.rank == 0:
             store, port = serve_store(self._address, 0, self._token, timedelta(minutes=5))
-            self._served = [*self._served[:1], store]  # the ranks' own, and that of the trial under way
+            self._served = [*self._served[:1], store]  # the parents' store, and that of the current trial
         if self._world.control is not None:
             port = gather_json(port, self._world.control)[0]
         return local_store_endpoint(self._address, port, self._token)
@@ -229,7 +235,7 @@ class _TrialRunner:
         environment = self._environment(place, told)
         try:
             mine = self._watched(self._start(place, environment), place, _patience(plan))
-        except OSError as error:  # others wait for what this rank has to say
+        except OSError as error:  # other ranks wait for this rank's outcome
             mine = self._tell(TrialOutcome(None, f"could not be started: {error.strerror}"))
         if self._world.control is None:
             return mine
@@ -271,7 +277,10 @@ class _TrialRunner:
         return kept | {name: str(value) for name, value in job.items()}
 
     def _watched(self, child: subprocess.Popen[bytes], place: Path, patience: float) -> TrialOutcome:
-        """Until the child has ended, another rank's has failed, or time is up. Nothing of it is left afterwards."""
+        """Wait until the child has ended, another rank's child has failed, or the time is up, and return the outcome.
+
+        The child is killed if it is still running.
+        """
         deadline = time.monotonic() + patience
         try:
             while child.poll() is None:
@@ -308,7 +317,7 @@ def _patience(plan: SavedPlan) -> float:
 
 
 def _first_host(world: World) -> str:
-    """The address of rank 0's host. What ranks know as MASTER_ADDR may be their own host's tunnel to it."""
+    """Return the address of rank 0's host. MASTER_ADDR may be the address of a rank's local tunnel to that host."""
     if world.place.one_host:
         return LOOPBACK
     endpoints = os.environ.get(PADDLE_ENDPOINTS, "")

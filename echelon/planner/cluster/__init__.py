@@ -1,1 +1,1 @@
-"""What there is to run on: clusters in words and files, devices by kind, and measuring the machine at hand."""
+"""Descriptions of clusters: parsed from text and files, taken from a device catalog, or detected on this machine."""

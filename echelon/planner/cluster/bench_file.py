@@ -1,4 +1,4 @@
-"""The file that ``echelon bench`` writes and plans use: figures of devices and links by the device's name, as JSON."""
+"""Reader and writer of bench files: JSON that ``echelon bench`` writes, with measured figures by device name."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ _AGAIN = "measure again with 'echelon bench'"
 
 @strict
 class MachineEntry:
-    """Where it was measured. ``processes`` took part: figures of a CPU are those of one with the others at work.
-    ``load``: processes of others that wanted a core when it began, for each core."""
+    """The machine that was measured.
+
+    processes: number of processes that measured at the same time: figures of a CPU are those of one busy process
+    load:      one-minute load average per core, taken by ``echelon bench``
+    """
 
     processor: str
     cores: int
@@ -39,8 +42,11 @@ class MachineEntry:
 
 @strict
 class BenchEntry:
-    """``links`` inside a host by the device's name; ``H200 shared`` is for ranks that share one.
-    ``rows`` is what was measured, before any of it was put into curves."""
+    """The contents of a bench file.
+
+    links: links inside a host by device name; ``H200 shared`` is the link between ranks that share one H200
+    rows:  raw measurements, from which the curves were made
+    """
 
     format: str
     version: int
@@ -60,7 +66,7 @@ def default_path() -> Path:
 
 
 def write(values: dict[str, Any], path: Path) -> None:
-    """All of it or nothing: a plan may be reading the old one."""
+    """Write the bench file atomically, because another process may be reading the old file."""
     with _refused(path):
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         draft.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -68,7 +74,7 @@ def write(values: dict[str, Any], path: Path) -> None:
 
 
 def make_room(path: Path) -> None:
-    """Find out whether the file can be written before two minutes are spent on it."""
+    """Check that the file can be written, before two minutes are spent on measuring. Raises UsageError if not."""
     with _refused(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -106,7 +112,10 @@ def read(path: Path) -> BenchEntry:
 
 
 def measurements(bench: str | Path | Literal[False] | None) -> BenchMeasurements | None:
-    """What was measured, from the file named, or from the usual one where there is one that can be read."""
+    """Return the measurements of the given bench file, or of the default one if it exists and is readable.
+
+    bench: path; default: the default path; False: no measurements
+    """
     if bench is False:
         return None
     if bench is not None:
@@ -127,14 +136,14 @@ def say(line: str) -> None:
 
 @dataclass(frozen=True)
 class BenchMeasurements:
-    """The figures of one file. ``named``: the user asked for this file, be it of another machine."""
+    """The figures of one bench file. ``named``: True if the user named the file, which may be of another machine."""
 
     path: Path
     entry: BenchEntry
     named: bool
 
     def kind(self, name: str) -> DeviceSpec | None:
-        """A device that only this file knows."""
+        """Return a device that only this file describes, or None."""
         from echelon.planner.cluster.device_catalog import normalize_device_name
 
         for known, device in self.entry.devices.items():
@@ -150,7 +159,7 @@ class BenchMeasurements:
         return None
 
     def on(self, kind: DeviceSpec) -> DeviceSpec:
-        """``kind`` with what was measured of it in place of the catalogue's figures."""
+        """Return ``kind`` with measured figures in place of the catalog's."""
         name = kind.device.name
         if name not in self.entry.devices:
             if self.named:
@@ -166,7 +175,10 @@ class BenchMeasurements:
         return entry.on(default, "measured", f"{self.path}: links.{name}") if entry else default
 
     def fits_here(self, name: str) -> bool:
-        """Whether its figures of ``name`` hold here. All CPUs have one name, so theirs must be of this processor."""
+        """Return True if the file's figures of ``name`` apply to this machine.
+
+        All CPUs have the name "CPU", so figures of a CPU apply only if they were measured on the same processor.
+        """
         from echelon.planner.cluster.detect import processor
 
         there, here = self.entry.machine.processor, processor()

@@ -1,6 +1,6 @@
-"""Cluster: the machines there are. Hosts, their devices, and the links inside and between them.
+"""Cluster: hosts, their devices, and the links inside and between hosts.
 
-Every figure knows where it comes from: measured here, a default of the device's kind, or given by the user.
+Every figure has an origin: measured, a default of the device's kind, or given by the user.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Literal
 
 Origin = Literal["measured", "default", "given"]
 
-#: (size, value) pairs in ascending order of size, read with straight lines between logarithms of the sizes
+#: (size, value) pairs in ascending order of size, interpolated linearly over the logarithm of the size
 Curve = tuple[tuple[float, float], ...]
 
-#: Where a device has no units of its own for a dtype, it computes in this one.
+#: The dtype whose peak applies to a device that has no peak for a dtype of its own.
 FALLBACK = {"tf32": "float32", "float8": "float16", "float16": "bfloat16", "bfloat16": "float32", "float64": "float32"}
 
 
 def read_curve(curve: Curve, size: float) -> float:
-    """The curve's value at ``size``; beyond its ends, that of the end."""
+    """Return the curve's value at ``size``; beyond its ends, the value of the nearer end."""
     if size <= curve[0][0]:
         return curve[0][1]
     if size >= curve[-1][0]:
@@ -34,35 +34,36 @@ def read_curve(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can do.
+    """The performance figures of one device.
 
     peak:      FLOP/s by dtype ("float32", "tf32", "bfloat16", "float16", "float8")
     memory:    bytes that training may use
-    bandwidth: bytes/s of its memory
-    launch:    seconds the host needs to start one kernel
+    bandwidth: bytes/s of the device's memory
+    launch:    seconds the host needs to launch one kernel
     floor:     seconds the shortest kernel takes on the device
-    products:  part of ``peak`` that matrix products of so many FLOPs reach (Curve over FLOPs)
-    streams:   part of ``bandwidth`` that kernels of so many bytes reach (Curve over bytes); above 1 in a CPU's cache
-    attention: part of ``peak`` that fused attention reaches
-    products_by: the same as ``products`` for single dtypes, where they were measured; see ``products_of``
-    convolutions: part of ``peak`` that convolutions of so many FLOPs reach; () is as ``products``
-    convolutions_by: the same for single dtypes, and sorts, see ``convolutions_of``; float32's may be above 1, where
-               convolutions are let to use tf32
-    update:    part of ``bandwidth`` that Adam's update reaches, counted as 28 bytes for each float32 parameter
-    origins:   where single figures come from, for those that differ from ``origin``
-    cores:     multiprocessors that share a product's tiles; 0: not known, and not counted
-    thin:      part of its rate that a product keeps whose smallest dimension is so large (Curve); (): all of it
-    overhead:  seconds that every kernel takes besides its own time, where the host is the device
-    parts:     part of what ``streams`` says that kernels of a kind reach: {"layout bfloat16": 0.3}
-    batch_norms_by: the same of batch norm, by dtype: Curve over channels
-    attentions_by: as ``attention``, by dtype: Curve over keys times width, what one query is multiplied with;
-               "bfloat16 causal" is of causal attention, all pairs counted
-    function:  seconds for each entry of a function such as gelu, where that takes longer than to read and write it
-    training:  what a training step takes for a second of its kernels one by one: they fill each other's caches
+    products:  fraction of ``peak`` that matrix products reach (Curve over FLOPs)
+    streams:   fraction of ``bandwidth`` that kernels reach (Curve over bytes); above 1 in a CPU's cache
+    attention: fraction of ``peak`` that fused attention reaches
+    products_by: ``products`` by dtype, for the measured dtypes; see ``products_of``
+    convolutions: fraction of ``peak`` that convolutions reach (Curve over FLOPs); (): ``products`` is used
+    convolutions_by: ``convolutions`` by dtype, and by sort, see ``convolutions_of``; values for float32 may be above
+               1 because convolutions may use tf32
+    update:    fraction of ``bandwidth`` that Adam's update reaches, counted as 28 bytes for each float32 parameter
+    origins:   origins of single figures, for those that differ from ``origin``
+    cores:     multiprocessors that share a product's tiles; 0: unknown, tile quantization is ignored
+    thin:      fraction of the rate that a product keeps (Curve over its smallest dimension); (): 1
+    overhead:  seconds that every kernel takes beside its own time on a CPU
+    parts:     fraction of the ``streams`` bandwidth that kernels of a kind reach: {"layout bfloat16": 0.3}
+    batch_norms_by: the same fraction for batch norm, by dtype: Curve over channels
+    attentions_by: ``attention`` by dtype: Curve over keys times width, the work for one query; the entry
+               "bfloat16 causal" is for causal attention, with all query-key pairs counted
+    function:  seconds per entry of a function such as gelu, if computing takes longer than memory traffic
+    training:  ratio of a training step's time to the sum of its kernels' times, which is above 1 because the kernels
+               evict each other's data from the caches
     updates:   as ``update``, for other optimizers, counted by the bytes that each reads and writes
-    engine:    seconds of the host in training: for a "step", a "micro" batch, an "action" of a pipeline with its
-               message, a "unit" whose shards are gathered, a kernel where weights' gradients are "deferred"; what is
-               missing is as System has it
+    engine:    seconds of host time in training: for a "step", a "micro" batch, an "action" of a pipeline with its
+               message, a "unit" whose shards are gathered, a kernel whose weight gradient is "deferred"; missing
+               entries are taken from System
     """
 
     name: str
@@ -92,20 +93,23 @@ class Device:
     engine: dict[str, float] = field(default_factory=dict, hash=False)
 
     def peak_of(self, dtype: str) -> float:
-        """FLOP/s in ``dtype``, or in the dtype that stands in for it here."""
+        """Return the FLOP/s in ``dtype``, or in the dtype that FALLBACK gives for it."""
         return self.peak[self._own(dtype)]
 
     def products_of(self, dtype: str) -> Curve:
-        """Part of ``peak_of(dtype)`` that matrix products reach."""
+        """Return the fraction of ``peak_of(dtype)`` that matrix products reach, as a curve over FLOPs."""
         return self.products_by.get(self._own(dtype), self.products)
 
     def convolutions_of(self, dtype: str, sort: str = "") -> Curve:
-        """Part of ``peak_of(dtype)`` that convolutions reach, also of one sort: "1x1", or of "few" input channels."""
+        """Return the fraction of ``peak_of(dtype)`` that convolutions reach, as a curve over FLOPs.
+
+        sort: "" for any convolution, "1x1", or "few" for those with few input channels
+        """
         every = self.convolutions_by.get(self._own(dtype), self.convolutions) or self.products_of(dtype)
         return self.convolutions_by.get(f"{self._own(dtype)} {sort}", every) if sort else every
 
     def attention_of(self, dtype: str, each: float, causal: bool) -> float:
-        """Part of ``peak_of(dtype)`` that fused attention reaches; ``each``: keys times width."""
+        """Return the fraction of ``peak_of(dtype)`` that fused attention reaches; ``each``: keys times width."""
         own = self._own(dtype)
         curve = self.attentions_by.get(f"{own} causal" if causal else own) or self.attentions_by.get(own)
         return read_curve(curve, each) if curve else self.attention
@@ -121,13 +125,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """How devices reach each other. A message of n bytes takes ``latency + n / bandwidth``.
+    """A connection between devices. A message of n bytes takes ``latency + n / bandwidth``.
 
     bandwidth: bytes/s in one direction, for one device (inside a host) or for one host (between hosts)
-    tables:    measured seconds of collectives by bytes, for so many ranks: {("all_reduce", 2): Curve}
-    overlap:   part of a collective that computing hides when both run at once (1: all of it)
-    rails:     ports that a host's bandwidth is made of; a device uses one of them
-    skew:      seconds that a collective in the middle of computing takes longer: its ranks wait for each other
+    tables:    measured seconds of collectives over bytes, by kind and number of ranks: {("all_reduce", 2): Curve}
+    overlap:   fraction of a collective that overlaps with computation when both run at once (1: all of it)
+    rails:     number of ports that share a host's bandwidth; a device uses one port
+    skew:      extra seconds of a collective in the middle of computation, because its ranks wait for each other
     """
 
     name: str
@@ -144,20 +148,20 @@ class Link:
         return self.origins.get(figure, self.origin)
 
     def faster(self, times: float, latency: float = 1.0) -> Link:
-        """The same with ``times`` the bandwidth and ``latency`` times the latency."""
+        """Return a copy with ``times`` the bandwidth and ``latency`` times the latency."""
         tables = {key: _quickened(curve, times, latency) for key, curve in self.tables.items()}
         return replace(self, bandwidth=self.bandwidth * times, latency=self.latency * latency, tables=tables)
 
 
 def _quickened(curve: Curve, times: float, latency: float) -> Curve:
-    """What the smallest message takes is latency; the rest of the larger ones' time is bandwidth."""
+    """Scale a measured curve: the smallest message's time counts as latency, additional time as bandwidth."""
     start = curve[0][1]
     return tuple((size, start * latency + max(0.0, seconds - start) / times) for size, seconds in curve)
 
 
 @dataclass(frozen=True)
 class Host:
-    """Devices that share the fast link, and how they reach each other."""
+    """The devices of one host and the link between them."""
 
     devices: tuple[Device, ...]
     link: Link
@@ -165,25 +169,27 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All hosts, as groups of equal ones: ``((4, host),)`` are four alike. Ranks are numbered host by host."""
+    """All hosts, in groups of equal hosts: ``((4, host),)`` means four equal hosts. Ranks are numbered host by host."""
 
     hosts: tuple[tuple[int, Host], ...]
-    network: Link  # between hosts; its bandwidth is one host's
+    network: Link  # between hosts; its bandwidth is that of one host
     name: str = ""
 
     @staticmethod
     def parse(text: str | Path, *, bench: str | Path | Literal[False] | None = None) -> Cluster:
-        """From ``"4x8xH100"``, ``"8xV100"``, ``"2x8xV100+1x8xT4"``, ``"4x8xH100@100Gb"``, a YAML file, or ``"here"``.
+        """Parse a cluster description or read a file.
 
-        Figures that ``echelon bench`` measured take the place of the catalogue's: those of the file ``bench``, or of
-        the usual one where that exists; ``False``: of none.
+        Accepted are ``"4x8xH100"``, ``"8xV100"``, ``"2x8xV100+1x8xT4"``, ``"4x8xH100@100Gb"``, the path of a YAML
+        file, or ``"here"``. Figures measured by ``echelon bench`` replace those of the catalog.
+
+        bench: bench file with the measured figures; default: the file at the default path, if it exists; False: none
         """
         from echelon.planner.cluster.parse import parse
 
         return parse(text, bench)
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write all of it to a file that ``parse`` reads."""
+        """Write the cluster to a YAML file that ``parse`` reads."""
         from echelon.planner.cluster.yaml_file import write
 
         write(self, path)
@@ -199,22 +205,22 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[Device, ...]:
-        """One device of each name, in the order they come."""
+        """One device of each name, in order of first appearance."""
         return tuple(set_by_name(device for _, host in self.hosts for device in host.devices))
 
     @property
     def uniform(self) -> bool:
-        """Whether all devices, and all hosts, are alike."""
+        """True if all devices and all hosts are equal."""
         return len(self.hosts) == 1 and len(self.kinds) == 1
 
     def devices(self) -> Iterator[Device]:
-        """One after another, host by host: their place is the rank."""
+        """Yield the devices host by host, in order of rank."""
         for count, host in self.hosts:
             for _ in range(count):
                 yield from host.devices
 
     def place(self, rank: int) -> tuple[int, int, Host]:
-        """Number of the host that ``rank`` is on, its place among the host's devices, and the host."""
+        """Return the index of the host that ``rank`` is on, its index among the host's devices, and the host."""
         before, ranks = 0, rank
         for count, host in self.hosts:
             here = len(host.devices)
@@ -228,7 +234,7 @@ class Cluster:
         return host.devices[place]
 
     def group_link(self, ranks: Iterable[int]) -> Link:
-        """What these ranks talk over: their host's own link, or the network as soon as two hosts are among them."""
+        """Return the link that these ranks use: their host's own link, or the network if they are on several hosts."""
         places = [self.place(rank) for rank in ranks]
         return places[0][2].link if len({number for number, _, _ in places}) == 1 else self.network
 
@@ -244,9 +250,13 @@ class Cluster:
         hosts: int | None = None,
         device: str | Device | None = None,
     ) -> Cluster:
-        """A copy to ask what would be: ``network=2.0`` is twice the bandwidth between hosts, ``latency`` times its
-        latency, ``link`` times the bandwidth inside hosts; ``memory``, ``speed`` and ``bandwidth`` are of every device;
-        ``hosts`` as many hosts, of several kinds in the same proportion; ``device`` another kind in all places.
+        """Return a changed copy for what-if questions.
+
+        network, latency: factors on bandwidth and latency between hosts
+        link:             factor on the bandwidth inside hosts
+        memory, speed, bandwidth: factors on the memory, the peak FLOP/s and the memory bandwidth of every device
+        hosts:            number of hosts; several kinds of hosts keep their proportion
+        device:           device that replaces all devices
         """
         from echelon.planner.cluster.device_catalog import device_named
 
@@ -264,7 +274,7 @@ class Cluster:
         return replace(self, hosts=made, network=self.network.faster(network, latency))
 
     def table(self) -> str:
-        """Every figure in a line of its own, with where it comes from."""
+        """Return a table of all figures, one per line, with their origins."""
         from echelon.planner.cluster.yaml_file import table
 
         return table(self)
@@ -284,5 +294,5 @@ def _devices_in_words(host: Host) -> str:
 
 
 def set_by_name(devices: Iterable[Device]) -> list[Device]:
-    """One device of each name."""
+    """Return one device of each name."""
     return list({device.name: device for device in devices}.values())

@@ -1,4 +1,4 @@
-"""What there is on this machine: GPUs, or cores and memory as far as the control group lets us have them."""
+"""Detection of this machine's GPUs, or of the CPU cores and memory that its control group allows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from echelon.planner.cluster.bench_file import BenchMeasurements
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cluster.device_catalog import PCIE4, PCIE_LATENCY, RESERVE, DeviceSpec, find_kind, kind_named
 
-#: Bytes of a process that has imported torch before it has a tensor.
+#: Bytes used by a process that has imported torch and has no tensors yet.
 PROCESS = 0.4 * 1024**3
 
 
 def find_here(ranks: int | None = None, measured: BenchMeasurements | None = None) -> Cluster:
-    """This machine as a cluster: ``ranks`` devices, or those of the job we are in, or one for each GPU or core."""
+    """Return this machine as a cluster of ``ranks`` devices.
+
+    ranks: number of devices; default: the number of local ranks of the current job, or of GPUs, or of cores
+    """
     import torch
 
     from echelon.distributed import world as worlds
@@ -44,7 +47,10 @@ def _cpu_host(ranks: int, measured: BenchMeasurements | None) -> tuple[Host, Lin
 
 
 def _gpu_host(ranks: int, gpus: int, measured: BenchMeasurements | None) -> tuple[Host, Link]:
-    """Ranks beyond the number of GPUs share them in turn, as ``echelon.init`` deals them out, and talk through Gloo."""
+    """Return a host with GPUs. If there are more ranks than GPUs, ranks share GPUs round-robin and use Gloo.
+
+    ``echelon.init`` assigns GPUs in the same way.
+    """
     kinds = [_measured_here(gpu_kind(index), measured) for index in range(min(gpus, ranks))]
     each = math.ceil(ranks / gpus)
     devices = tuple(_shared(kinds[rank % gpus].device, each) for rank in range(ranks))
@@ -55,7 +61,7 @@ def _gpu_host(ranks: int, gpus: int, measured: BenchMeasurements | None) -> tupl
 
 
 def shared_name(device: str) -> str:
-    """What the link between ranks that share one device is called in a bench file."""
+    """Return the name that a bench file gives to the link between ranks that share one device."""
     return f"{device} shared"
 
 
@@ -65,7 +71,10 @@ def shared_link(device: str, measured: BenchMeasurements | None) -> Link:
 
 
 def gpu_kind(index: int) -> DeviceSpec:
-    """GPU ``index`` with the memory it has; one that the catalogue does not know gets rough figures by its size."""
+    """Return the spec of GPU ``index`` with its actual memory.
+
+    A GPU that is not in the catalog gets rough figures by its number of multiprocessors.
+    """
     import torch
 
     facts = torch.cuda.get_device_properties(index)
@@ -74,7 +83,10 @@ def gpu_kind(index: int) -> DeviceSpec:
 
 
 def _rough(name: str, multiprocessors: int) -> DeviceSpec:
-    """128 lanes at 1.5 GHz for each multiprocessor, tensor cores 4 times that: to be measured by ``echelon bench``."""
+    """Estimate a GPU from its multiprocessors: 128 lanes at 1.5 GHz each, and 4 times that with tensor cores.
+
+    ``echelon bench`` measures the real figures.
+    """
     peak = multiprocessors * 128 * 2 * 1.5e9
     device = Device(name, {"float32": peak, "float16": 4 * peak, "bfloat16": 4 * peak}, 1.0, 5e11)
     return DeviceSpec(device, Link("PCIe", PCIE4, PCIE_LATENCY), kind_named("T4").network)
@@ -95,7 +107,7 @@ def _found(device: Device, *, memory: float) -> Device:
 
 
 def _shared(device: Device, ranks: float) -> Device:
-    """One rank's part of a device that several use at once."""
+    """Return one rank's part of a device that ``ranks`` ranks use at once."""
     if ranks <= 1:
         return device
     peak = {dtype: flops / ranks for dtype, flops in device.peak.items()}
@@ -103,14 +115,14 @@ def _shared(device: Device, ranks: float) -> Device:
 
 
 def _slowed(device: Device, ranks: float) -> Device:
-    """One rank's part of cores that several use at once: there the host's own work takes longer too."""
+    """Return one rank's part of cores that ``ranks`` ranks use at once, where host work takes longer too."""
     own = {name: getattr(device, name) * ranks for name in ("launch", "floor", "overhead", "function")}
     engine = {what: seconds * ranks for what, seconds in device.engine.items()}
     return replace(_shared(device, ranks), **own, engine=engine)
 
 
 def processor() -> str:
-    """The CPU's name as the kernel has it."""
+    """Return the CPU's model name as the kernel reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -120,14 +132,14 @@ def processor() -> str:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Cores that we may use: those we may run on, or fewer where the control group's quota is smaller."""
+    """Return the number of cores that this process may use: its CPU affinity, limited by the control group's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for group in _groups(root, "cpu") for quota in _quota(group)]
     return max(1, min([allowed, *(math.ceil(quota - 0.01) for quota in quotas)]))
 
 
 def memory_bytes(root: Path = Path("/")) -> float:
-    """Bytes of memory that the machine has and the control group lets us have."""
+    """Return the bytes of installed memory, limited by the control group."""
     limits = [_number(group / name) for group in _groups(root, "memory") for name in _MEMORY_FILES]
     return min([_installed(root), *(limit for limit in limits if limit)])
 
@@ -146,9 +158,9 @@ def _installed(root: Path) -> float:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Directories of the control groups we are in, from the innermost out: of version 2, then of version 1.
+    """Yield the directories of this process's control groups, from the innermost outward, for cgroup v2 and v1.
 
-    In a container the path that the kernel tells may not be there to see; what is mounted is then our own group.
+    In a container, the path that the kernel reports may not be visible; the mounted root is then the process's group.
     """
     mount = root / "sys/fs/cgroup"
     try:

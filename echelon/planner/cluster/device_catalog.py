@@ -1,6 +1,6 @@
-"""The catalogue: what is known of devices before anything is measured. Peaks are dense, without sparsity.
+"""The device catalog: default figures of devices, used until they are measured. Peaks are dense, without sparsity.
 
-Sources are the makers' data sheets, named at each entry. Memory is what the driver reports, less RESERVE.
+The sources are the vendors' data sheets, named at each entry. Memory is what the driver reports, less RESERVE.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from echelon.base.errors import UsageError
 from echelon.planner.cluster.cluster import Curve, Device, Link
 
 GIB = 1024.0**3
-#: Bytes of a GPU that training cannot have: the CUDA context, cuBLAS' and cuDNN's workspaces, what NCCL keeps.
+#: Bytes of a GPU that are not available to training: CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers.
 RESERVE = 1.0 * GIB
-#: One-way bytes/s of 16 lanes as copies reach it: of 15.75, 31.5 and 63 GB/s (PCI-SIG), less a fifth for packets.
+#: One-way bytes/s of 16 lanes that copies reach: 15.75, 31.5 and 63 GB/s (PCI-SIG), less a fifth for packet overhead.
 PCIE3, PCIE4, PCIE5 = 12.5e9, 25e9, 50e9
 GIGABIT = 1e9 / 8
-#: Seconds from one device to another: inside a host (NCCL over NVLink, PCIe), over RDMA, over TCP.
+#: Latency in seconds from one device to another: inside a host (NCCL over NVLink, PCIe), over RDMA, over TCP.
 NVLINK_LATENCY, PCIE_LATENCY, RDMA_LATENCY, TCP_LATENCY = 3e-6, 6e-6, 8e-6, 30e-6
 
-#: Shape of the catalogue's curves for products: parts of the peak that a GPU of 312 TFLOP/s (A100) reaches.
-#: The sizes scale with a GPU's peak: one twice as fast needs twice the work to fill it.
+#: Shape of the catalog's curves for products: fractions of the peak that a GPU of 312 TFLOP/s (A100) reaches.
+#: The sizes scale with a GPU's peak, because a GPU that is twice as fast needs twice the work to fill it.
 _A100_PEAK = 312e12
 _PRODUCTS: Curve = ((1e6, 0.02), (1e8, 0.25), (1e10, 0.7), (1e12, 0.8))
 _CPU_PRODUCTS: Curve = ((1e4, 0.05), (1e6, 0.5), (1e8, 0.85), (1e10, 0.9))
@@ -31,7 +31,7 @@ _CPU_STREAMS: Curve = ((1e3, 0.2), (1e5, 1.0), (1e8, 1.0))
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device with what usually surrounds it: the link inside a host and one host's network."""
+    """A device with its usual links: the link inside a host, and one host's network."""
 
     device: Device
     link: Link
@@ -52,7 +52,11 @@ def _gpu(
     cores: int,
     top: float = 0.8,
 ) -> DeviceSpec:
-    """``cores``: multiprocessors; ``top``: part of the peak that large products reach, below it by heat or clocks."""
+    """Build the spec of a GPU.
+
+    cores: number of multiprocessors
+    top:   fraction of the peak that large products reach, limited by power, heat or clocks; default 0.8
+    """
     scale = max(flops for dtype, flops in peak.items() if dtype != "float8") / _A100_PEAK
     products = tuple((size * scale, part * top / 0.8) for size, part in _PRODUCTS)
     memory = memory_gib * GIB - RESERVE
@@ -60,7 +64,7 @@ def _gpu(
 
 
 def _network(gigabits: float, ports: int = 1) -> Link:
-    """A host's ports together. Adapters of 100 Gb/s and more do RDMA; slower ones are taken to speak TCP."""
+    """Build a host's network link from all its ports. Ports of 100 Gb/s or more are assumed to use RDMA, others TCP."""
     words = f"{ports}x{gigabits:g}" if ports > 1 else f"{gigabits:g}"
     latency = RDMA_LATENCY if gigabits >= 100 else TCP_LATENCY
     return Link(f"{words} Gb/s a host", ports * gigabits * GIGABIT, latency, rails=ports)
@@ -75,7 +79,11 @@ def _pcie(bandwidth: float) -> Link:
 
 
 def _cpu(name: str, cores: int, latency: float) -> DeviceSpec:
-    """32 FLOPs a cycle (two 256-bit FMA units) at 2.6 GHz; 6 GB/s of 200 GB/s a socket; Gloo over loopback."""
+    """Build the spec of a CPU with ``cores`` cores and Gloo over loopback.
+
+    Each core is assumed to do 32 FLOPs per cycle (two 256-bit FMA units) at 2.6 GHz, and to have 6 GB/s of a socket's
+    200 GB/s.
+    """
     device = Device(
         name=name,
         peak={"float32": cores * 32 * 2.6e9},
@@ -96,12 +104,12 @@ def _cpu(name: str, cores: int, latency: float) -> DeviceSpec:
 _A100_FLOPS = _tera(float32=19.5, tf32=156, bfloat16=312, float16=312)
 _H100_FLOPS = _tera(float32=67, tf32=494.7, bfloat16=989.4, float16=989.4, float8=1978.9)
 _KINDS = (
-    # Tesla P100 SXM2 data sheet (2016); NVLink 1: 4 x 20 GB/s each way. Cloud hosts of its time: 25 Gb/s.
+    # Tesla P100 SXM2 data sheet (2016); NVLink 1: 4 x 20 GB/s each way. Cloud hosts of that time: 25 Gb/s.
     _gpu("P100", _tera(float32=10.6, float16=21.2), 15.9, 732e9, _nvlink(80e9), _network(25), 56, 0.9),
     # Tesla V100 SXM2 data sheet; NVLink 2: 6 x 25 GB/s each way. Hosts as AWS p3dn: 100 Gb/s.
     _gpu("V100", _tera(float32=15.7, float16=125), 15.8, 900e9, _nvlink(150e9), _network(100), 80),
     _gpu("V100-32", _tera(float32=15.7, float16=125), 31.7, 900e9, _nvlink(150e9), _network(100), 80),
-    # T4 data sheet (70 W, which long products hit); PCIe 3 x16. Hosts as AWS g4dn.12xlarge: 50 Gb/s.
+    # T4 data sheet (long products hit the power limit of 70 W); PCIe 3 x16. Hosts as AWS g4dn.12xlarge: 50 Gb/s.
     _gpu("T4", _tera(float32=8.1, float16=65), 14.7, 320e9, _pcie(PCIE3), _network(50), 40, 0.5),
     # A10 data sheet; PCIe 4 x16. Hosts as AWS g5.48xlarge: 100 Gb/s.
     _gpu(
@@ -123,26 +131,26 @@ _KINDS = (
         *("H100-PCIe", _tera(float32=51, tf32=378, bfloat16=756, float16=756, float8=1513), 79.1, 2000e9),
         *(_pcie(PCIE5), _network(200, 8), 114, 0.6),
     ),
-    # H200 data sheet, SXM; computes as the H100, at higher clocks (0.81 of the peak measured). DGX H200: 8 x 400 Gb/s.
+    # H200 data sheet, SXM; peaks of the H100, at higher clocks (0.81 of the peak measured). DGX H200: 8 x 400 Gb/s.
     _gpu("H200", _H100_FLOPS, 139.8, 4800e9, _nvlink(450e9), _network(400, 8), 132, 0.8),
-    # HGX B200 data sheet, an eighth of eight, half of the figures with sparsity; NVLink 5: 900 GB/s each way.
+    # HGX B200 data sheet, an eighth of an 8-GPU host, half of the figures with sparsity; NVLink 5: 900 GB/s each way.
     _gpu(
         *("B200", _tera(float32=75, tf32=1125, bfloat16=2250, float16=2250, float8=4500), 178.4, 7700e9),
         *(_nvlink(900e9), _network(400, 8), 148, 0.7),
     ),
-    # Ada white paper: 16 bits with float32 sums, without sparsity; PCIe 4 x16, no peer copies. Usual hosts: 25 Gb/s.
+    # Ada white paper: 16 bits with float32 accumulation, no sparsity; PCIe 4 x16, no peer copies. Usual hosts: 25 Gb/s.
     _gpu(
         *("RTX4090", _tera(float32=82.6, tf32=82.6, bfloat16=165.2, float16=165.2, float8=330.3), 23.6, 1008e9),
         *(_pcie(PCIE4 / 2), _network(25), 128, 0.85),
     ),
-    # A core as ranks have one each; a socket of 32 as one rank with all threads has it.
+    # One core, for jobs with one rank per core; a socket of 32 cores, for one rank that uses all threads.
     _cpu("CPU", 1, 60e-6),
     _cpu("CPU-socket", 32, 60e-6),
 )
 
 CATALOGUE: dict[str, DeviceSpec] = {kind.device.name: kind for kind in _KINDS}
 
-#: Other ways to write a name, and what drivers call them: see ``normalize_device_name``.
+#: Other spellings of a name, those of drivers included, after ``normalize_device_name``.
 _ALIASES = {
     "P100": "p10016 p10016gb p100sxm2 p100sxm216gb p100pcie p100pcie16gb",
     "V100": "v10016 v10016gb v100sxm2 v100sxm216gb v100pcie v100pcie16gb",
@@ -161,7 +169,7 @@ _ALIASES = {
 
 
 def normalize_device_name(name: str) -> str:
-    """What is compared of a name: ``"NVIDIA H100 80GB HBM3"`` and ``"h100-80gb-hbm3"`` are one."""
+    """Return the name in a form for comparison: ``"NVIDIA H100 80GB HBM3"`` and ``"h100-80gb-hbm3"`` become equal."""
     return re.sub(r"nvidia|tesla|[^a-z0-9]", "", name.lower())
 
 
@@ -170,7 +178,7 @@ _BY_WORD |= {word: name for name, words in _ALIASES.items() for word in words.sp
 
 
 def find_kind(name: str) -> DeviceSpec | None:
-    """The catalogue's entry for a name as a person or a driver writes it; None where there is none."""
+    """Return the catalog's entry for a name as users or drivers write it, or None."""
     found = _BY_WORD.get(normalize_device_name(name))
     return CATALOGUE[found] if found else None
 

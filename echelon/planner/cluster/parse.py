@@ -1,4 +1,4 @@
-"""From what a user writes to a Cluster: ``4x8xH100``, ``2x8xV100+1x8xT4``, ``4x8xH100@100Gb``, a file, ``here``."""
+"""Parser of cluster descriptions: ``4x8xH100``, ``2x8xV100+1x8xT4``, ``4x8xH100@100Gb``, a file path, ``here``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class DeviceResolver:
-    """What a name of a device stands for: the file's own, the catalogue's, with measured figures where there are."""
+    """Resolves device names: to a device of the cluster file, or to the catalog's with measured figures if any."""
 
     measured: BenchMeasurements | None = None
     own: Mapping[str, Device] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def _cluster(plain: str, word: str, makings: DeviceResolver) -> Cluster:
 
 
 def _group(part: str, word: str, makings: DeviceResolver) -> tuple[int, Host, Link]:
-    """``4x8xH100``: four hosts with eight; ``8xV100``: one host; ``H200``: one device."""
+    """Parse one group: ``4x8xH100`` is four hosts with eight devices, ``8xV100`` one host, ``H200`` one device."""
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z][\w ./()-]*|4090)", part, re.IGNORECASE)
     if not found:
         raise UsageError(f"cluster '{word}': '{part}' describes no machines; {_FORMS}")
@@ -91,5 +91,5 @@ def _with_network(cluster: Cluster, network: str, word: str) -> Cluster:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """Whoever talks over several waits for this one."""
+    """Return the link with the least bandwidth, which limits communication over all of them."""
     return min(links, key=lambda link: link.bandwidth)

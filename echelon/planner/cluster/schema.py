@@ -1,6 +1,6 @@
-"""Devices and links as files have them: cluster descriptions (YAML) and measurements (``echelon bench``, JSON).
+"""Schema of devices and links in files: cluster descriptions (YAML) and measurements (``echelon bench``, JSON).
 
-What an entry leaves out stays as it is in the catalogue. Figures are numbers in base units (bytes, seconds, FLOP/s) or
+Figures that an entry omits are taken from the catalog. Figures are numbers in base units (bytes, seconds, FLOP/s) or
 text with a unit.
 """
 
@@ -27,7 +27,7 @@ _UNITS: dict[str, Kind] = {
 
 @strict
 class DeviceEntry:
-    """Figures of a device; see Device. ``like`` names the kind in the catalogue that has what is left out."""
+    """Figures of a device; see Device. ``like`` names the kind in the catalog that provides the omitted figures."""
 
     like: str | None = None
     peak: dict[str, float | str] | None = None
@@ -44,7 +44,7 @@ class DeviceEntry:
     update: float | None = None
     cores: int | None = None
     thin: Curve | None = None
-    overhead: float | None = None  # seconds, as those of function and engine: they may be 0
+    overhead: float | None = None  # seconds, as function and engine; all three may be 0
     function: float | None = None
     parts: dict[str, float] | None = None
     batch_norms_by: dict[str, Curve] | None = None
@@ -71,21 +71,21 @@ class DeviceEntry:
         require(all(seconds >= 0 for seconds in (self.engine or {}).values()), self, "engine", "seconds, 0 or more")
 
     def figures(self, where: str) -> dict[str, Any]:
-        """What is given, in base units."""
+        """Return the given figures in base units."""
         found = _figures(self, where)
         if self.peak is not None:
             found["peak"] = {dtype: quantity(flops, "FLOP/s", f"{where}.peak") for dtype, flops in self.peak.items()}
         return found
 
     def on(self, device: Device, origin: Origin, where: str) -> Device:
-        """``device`` with these figures in place of its own."""
+        """Return ``device`` with these figures in place of its own."""
         given = self.figures(where)
         origins: dict[str, Origin] = device.origins | dict.fromkeys(given, origin)
         if "peak" in given:
             given["peak"] = device.peak | given["peak"]
         for name in ("products", "convolutions"):
             if name in given and f"{name}_by" not in given:
-                given[f"{name}_by"] = {}  # an older measurement's must not win over it
+                given[f"{name}_by"] = {}  # curves by dtype take precedence, and older ones must not override this curve
         return replace(
             device,
             **given,
@@ -94,7 +94,7 @@ class DeviceEntry:
         )
 
     def alone(self, name: str, where: str) -> Device:
-        """A device that nothing is known of but this entry."""
+        """Return a device that is described by this entry alone. Raises UsageError if a required figure is missing."""
         missing = [figure for figure in ("peak", "memory", "bandwidth") if getattr(self, figure) is None]
         if missing or "float32" not in (self.peak or {}):
             lacks = ", ".join(missing) or "peak.float32"
@@ -105,7 +105,7 @@ class DeviceEntry:
 
 @strict
 class TableEntry:
-    """Seconds of one collective among so many ranks, by bytes."""
+    """Measured seconds of one collective among ``ranks`` ranks, by bytes."""
 
     kind: str
     ranks: int
@@ -142,7 +142,7 @@ class LinkEntry:
             given["tables"] = {(table.kind, table.ranks): table.seconds for table in self.tables}
             origins["tables"] = origin
         elif "bandwidth" in given or "latency" in given:
-            given["tables"] = {}  # they are of the link as it was
+            given["tables"] = {}  # the tables were measured on the link with its former bandwidth and latency
         return replace(
             link,
             **given,
@@ -169,7 +169,7 @@ def _rises(curve: Curve) -> bool:
 
 
 def plain_device(device: Device) -> dict[str, Any]:
-    """All of it, as an entry has it; ``DeviceEntry`` reads the same device back."""
+    """Return all figures of the device as plain values; ``DeviceEntry`` reads the same device back."""
     named = {field.name: getattr(device, field.name) for field in fields(device) if field.name != "name"}
     return {name: _plain(value) for name, value in named.items()}
 

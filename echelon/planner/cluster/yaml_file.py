@@ -1,11 +1,11 @@
-"""A Cluster in a YAML file, and as a table of its figures.
+"""Reader and writer of cluster files in YAML, and the table of a cluster's figures. An example of a file:
 
 name: two kinds
 hosts:
   - {count: 2, devices: 8xV100, link: 130 GB/s}
   - {count: 1, devices: 8xT4}
 network: {bandwidth: 100 Gb/s, latency: 10 us}
-devices:                                   # figures in place of the catalogue's, or devices of one's own
+devices:                                   # figures that replace the catalog's, or new devices
   V100: {memory: 30 GB}
   Mine: {like: A100, bandwidth: 1.5 TB/s}
 """
@@ -31,7 +31,7 @@ _Row = tuple[str, str, str, str]
 
 @strict
 class ClusterHostEntry:
-    """``devices``: ``8xV100``, or several kinds after one another: ``4xV100+4xT4``."""
+    """A group of ``count`` equal hosts. ``devices``: ``8xV100``, or several kinds in sequence: ``4xV100+4xT4``."""
 
     devices: str
     count: int = 1
@@ -53,7 +53,7 @@ class ClusterEntry:
 
 
 def read(path: Path, makings: DeviceResolver) -> Cluster:
-    """The cluster of a file; ``makings`` has the devices that the file does not describe itself."""
+    """Return the cluster described by a file; ``makings`` resolves devices that the file does not describe."""
     entry = _entry(path)
     own = {name: _own_device(name, given, path, makings) for name, given in (entry.devices or {}).items()}
     makings = makings.with_devices(own)
@@ -127,13 +127,13 @@ def to_plain(cluster: Cluster) -> dict[str, Any]:
 
 
 def _runs(devices: tuple[Device, ...]) -> str:
-    """``4xV100+4xT4``: equal neighbours as one."""
+    """Return the devices as text with equal neighbors joined: ``4xV100+4xT4``."""
     runs = [(name, len(list(run))) for name, run in itertools.groupby(device.name for device in devices)]
     return "+".join(f"{count}x{name}" for name, count in runs)
 
 
 def table(cluster: Cluster) -> str:
-    """Every figure in a line, with where it comes from."""
+    """Return a table of all figures, one per line, with their origins."""
     rows: list[_Row] = [("cluster", "hosts", f"{cluster.host_count} ({cluster.size} devices)", "")]
     for device in cluster.kinds:
         rows += _device_rows(device)
@@ -147,7 +147,7 @@ def table(cluster: Cluster) -> str:
 
 
 def link_table(place: str, link: Link) -> str:
-    """The same of one link."""
+    """Return the table of one link's figures."""
     return _aligned(_link_rows(place, link))
 
 
@@ -181,7 +181,7 @@ def _device_rows(device: Device) -> list[_Row]:
 
 
 def _host_figures(device: Device) -> list[tuple[str, str, str]]:
-    """Those that only a device has that is the host, where they were measured."""
+    """Return the rows of host-time figures, and of figures that exist for CPU devices only, if they were measured."""
     figures = [(f"engine, {what}", show(seconds, "seconds"), "engine") for what, seconds in device.engine.items()]
     if device.thin:
         figures.append(("thin products", _curve(device.thin, "rows", "their rate"), "thin"))

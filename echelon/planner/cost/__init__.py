@@ -1,1 +1,1 @@
-"""What a plan costs: seconds and bytes, from a model's units, the machines, and a Draft."""
+"""The cost model: predicts seconds and bytes of a step from a model's units, a Cluster and a Draft."""

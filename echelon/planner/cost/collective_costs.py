@@ -1,8 +1,8 @@
-"""How long ranks take to exchange bytes: rings and trees by latency and bandwidth, or measured where tables say.
+"""Durations of collectives: rings and trees by latency and bandwidth, or interpolated from measured tables.
 
-A collective takes its latency or its bytes over the bandwidth, whichever is longer: libraries change over from one way
-to the other where they meet. A group that crosses hosts runs its ring through all of them: what is inside a host and
-what is between hosts go on at the same time, so that the slower of the two counts.
+A collective takes its tree latency or its bytes over the bandwidth, whichever is longer, because libraries switch from
+trees to rings where the two are equal. A group that crosses hosts runs its ring through all of them: transfers inside a
+host and between hosts run at the same time, so the slower of the two counts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from echelon.planner.cluster.cluster import Curve, Link
 
 @dataclass(frozen=True)
 class CommGroup:
-    """Ranks that exchange something.
+    """The ranks of a collective and the links between them.
 
-    hosts:   on how many hosts they are, equally many on each
-    sharing: how many such groups use one host's network at the same time
+    hosts:   number of hosts of the group, with equally many ranks on each
+    sharing: number of such groups that use one host's network at the same time
     """
 
     ranks: int
@@ -38,17 +38,17 @@ class CommGroup:
 
     @property
     def between(self) -> float:
-        """Bytes/s between hosts for one such group: its part of them, and no more than its ranks' own ports take."""
+        """Bytes/s between hosts for one such group: its share of the bandwidth, limited by the ports of its ranks."""
         own_ports = self.network.bandwidth * self.on_host / self.network.rails
         return min(self.network.bandwidth / self.sharing, own_ports)
 
 
-#: By kind: how often the tensor goes around the ring, in rounds of one rank less than there are.
+#: By kind: number of times the tensor goes around the ring; one time has ``ranks - 1`` rounds.
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "gather_small": 1, "p2p": 1}
 
 
 def seconds(kind: str, size: float, group: CommGroup) -> float:
-    """Of one collective on a tensor of ``size`` bytes."""
+    """Return the seconds of one collective on a tensor of ``size`` bytes."""
     if group.ranks == 1 or size <= 0:
         return 0.0
     if group.hosts == 1:
@@ -61,7 +61,7 @@ def seconds(kind: str, size: float, group: CommGroup) -> float:
 
 
 def send_seconds(size: float, link: Link, bandwidth: float | None = None) -> float:
-    """From one rank to another."""
+    """Return the seconds to send ``size`` bytes from one rank to another; ``bandwidth`` defaults to the link's."""
     measured = _measured("p2p", size * link.bandwidth / (bandwidth or link.bandwidth), 2, link)
     if measured is not None:
         return measured
@@ -69,7 +69,7 @@ def send_seconds(size: float, link: Link, bandwidth: float | None = None) -> flo
 
 
 def _on_link(kind: str, size: float, ranks: int, link: Link, bandwidth: float) -> float:
-    """Among ranks of which each is as far from the others, each with ``bandwidth``."""
+    """Return the seconds of a collective among ranks that are connected by one link, with ``bandwidth`` for each."""
     measured = _measured(kind, size * link.bandwidth / bandwidth, ranks, link)
     if measured is not None:
         return measured
@@ -77,17 +77,20 @@ def _on_link(kind: str, size: float, ranks: int, link: Link, bandwidth: float) -
 
 
 def _volume(kind: str, ranks: int) -> float:
-    """What each rank sends, as a part of the tensor."""
+    """Return the bytes that each rank sends, as a fraction of the tensor."""
     return ROUNDS[kind] * (ranks - 1) / ranks
 
 
 def _latency(kind: str, ranks: int, link: Link) -> float:
-    """Of a tree, along which small messages go; large ones go round a ring, whose rounds overlap."""
+    """Return the latency of a tree, which small messages use; large messages use a ring, whose rounds overlap."""
     return ROUNDS[kind] * link.latency * math.log2(ranks)
 
 
 def _measured(kind: str, size: float, ranks: int, link: Link) -> float | None:
-    """From the table of so many ranks, or of the nearest number of them, in proportion to what each rank sends."""
+    """Return the seconds from the table for ``ranks`` ranks, or None without a table of this kind.
+
+    Without a table for exactly ``ranks`` ranks, the one for the nearest number is scaled by the ratio of the formulas.
+    """
     tables = {there: curve for (name, there), curve in link.tables.items() if name == kind and there > 1}
     if not tables:
         return None
@@ -100,7 +103,10 @@ def _measured(kind: str, size: float, ranks: int, link: Link) -> float | None:
 
 
 def _read_times(curve: Curve, size: float) -> float:
-    """Seconds for ``size`` bytes: straight between points, as long as the smallest below, in proportion above."""
+    """Return the seconds for ``size`` bytes.
+
+    The time is linear between points, constant below the first one, and proportional to ``size`` above the last one.
+    """
     place = bisect.bisect_left(curve, (size,))
     if place == 0:
         return curve[0][1]

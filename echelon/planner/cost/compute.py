@@ -1,4 +1,4 @@
-"""How long a device computes: every kernel by the work it does and the bytes it moves, whichever takes longer."""
+"""Compute times (a roofline model): each kernel takes the time of its FLOPs or of its bytes, whichever is longer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from echelon.planner.model_costs import Kernel, ModelUnit, UnitPass
 COMPUTES = frozenset({"product", "convolution", "attention"})
 FUSABLE = frozenset({"pointwise", "normalization", "batch_norm", "reduction", "copy", "layout"})
 
-#: Tiles that a library cuts a product's result into, and the part of a multiprocessor's rate that each reaches: small
-#: ones read more of their operands for each multiplication.
+#: Tiles that a library divides a product's result into (rows, columns), and the fraction of a multiprocessor's rate
+#: that each reaches: small tiles read more of their operands for each multiplication.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """One micro-batch through one unit. Messages are apart: they depend on where ranks are.
+    """Seconds of one micro-batch in one unit, without collectives, which depend on the placement of ranks.
 
-    forward, backward:           of the device
-    for_weights:                 part of ``backward`` that a schedule may put off
-    forward_host, backward_host: of the host, to start all that; it runs ahead of the device
-    replay, replay_host:         of what recompute runs again
+    forward, backward:           seconds of the device
+    for_weights:                 part of ``backward`` that a schedule may defer
+    forward_host, backward_host: seconds of the host to launch the kernels; the host runs ahead of the device
+    replay, replay_host:         seconds of the device and of the host for recompute
     """
 
     forward: float
@@ -41,7 +41,10 @@ class UnitSeconds:
 
 
 def unit_seconds(unit: ModelUnit, device: Device, system: System, compiled: bool = False) -> UnitSeconds:
-    """``compiled``: pointwise kernels are one with their neighbours, and the host starts fewer."""
+    """Return the seconds of one micro-batch in one unit.
+
+    compiled: True if the unit is compiled: pointwise kernels are fused, and the host launches fewer kernels
+    """
     pace = _Pace(device, system, compiled)
     forward, backward, again = unit.forward.kernels, unit.backward.kernels, unit.again or unit.forward
     return UnitSeconds(
@@ -60,7 +63,7 @@ def _batch_norms(way: UnitPass) -> int:
 
 
 class _Pace:
-    """How one device works through kernels under one system."""
+    """The speed of one device under one system."""
 
     def __init__(self, device: Device, system: System, compiled: bool) -> None:
         self._kind = device
@@ -69,11 +72,11 @@ class _Pace:
         self._launches = system.launches * (system.compiled_launches if compiled else 1.0)
 
     def device(self, kernels: Iterable[Kernel]) -> float:
-        """Seconds of the device, one kernel after another."""
+        """Return the seconds of the device for the kernels in sequence."""
         return sum(kernel.count * self._one(kernel) for kernel in kernels)
 
     def host(self, way: UnitPass) -> float:
-        """Seconds of the host, which runs ahead of the device."""
+        """Return the seconds of the host to launch the kernels; the host runs ahead of the device."""
         return self.started(way.launches)
 
     def started(self, launches: float) -> float:
@@ -84,7 +87,10 @@ class _Pace:
 
 
 def kernel_seconds(kernel: Kernel, device: Device, fused: float = 1.0) -> float:
-    """One launch. ``fused``: part of the kernel's bytes that is left where it is one with its neighbours."""
+    """Return the seconds of one launch.
+
+    fused: fraction of the kernel's bytes that remains if the kernel is fused with its neighbors; default 1
+    """
     moving = stream_seconds(_moved(kernel, device) * fused, device) / kind_part(kernel, device)
     computing = kernel.flops / _rate(kernel, device) if kernel.kind in COMPUTES and kernel.flops else 0.0
     if len(kernel.shape) == 1:
@@ -93,12 +99,16 @@ def kernel_seconds(kernel: Kernel, device: Device, fused: float = 1.0) -> float:
 
 
 def stream_seconds(moved: float, device: Device) -> float:
-    """For a kernel that reads and writes so many bytes, a third of them into memory that is fresh."""
+    """Return the seconds of a kernel that reads and writes ``moved`` bytes, a third of them to new memory."""
     return moved / (device.bandwidth * read_curve(device.streams, moved)) if moved else 0.0
 
 
 def _moved(kernel: Kernel, device: Device) -> float:
-    """Bytes. A host gets the memory of a large result page by page: it takes as long as a sum into it."""
+    """Return the bytes that the kernel moves.
+
+    On a CPU, a product counts at least 12 bytes per entry of its result, as an addition of two tensors does, because
+    the operating system provides the memory of a large result page by page.
+    """
     if not device.overhead or kernel.kind != "product" or len(kernel.shape) != 4:
         return kernel.bytes
     batch, m, n, _ = kernel.shape
@@ -106,7 +116,7 @@ def _moved(kernel: Kernel, device: Device) -> float:
 
 
 def _rate(kernel: Kernel, device: Device) -> float:
-    """FLOP/s that the kernel reaches."""
+    """Return the FLOP/s that the kernel reaches."""
     peak = device.peak_of(kernel.dtype)
     if kernel.kind == "attention":
         _, _, keys, width, causal = kernel.shape if len(kernel.shape) == 5 else (0, 0, 1e6, 1, 0)
@@ -119,30 +129,30 @@ def _rate(kernel: Kernel, device: Device) -> float:
 
 
 def kind_part(kernel: Kernel, device: Device) -> float:
-    """Part of a stream's bandwidth that a kernel of this kind reaches."""
+    """Return the fraction of the streaming bandwidth that a kernel of this kind reaches."""
     curve = device.batch_norms_by.get(kernel.dtype) if kernel.kind == "batch_norm" else None
     if curve and len(kernel.shape) == 2:
         return read_curve(curve, kernel.shape[1])
     return device.parts.get(f"{kernel.kind} {kernel.dtype}", 1.0)
 
 
-FEW_CHANNELS = 8  # with fewer, units for matrix products have little to do
+FEW_CHANNELS = 8  # with fewer input channels, matrix units are poorly used
 
 
 def sort_of(shape: tuple[float, ...]) -> str:
-    """Of a convolution; those of one sort reach about as much."""
+    """Return the sort of a convolution ("few", "1x1" or ""); convolutions of one sort reach similar rates."""
     if len(shape) != 5:
         return ""
     return "few" if shape[4] < FEW_CHANNELS else "1x1" if shape[3] == shape[4] else ""
 
 
 def thin_part(shape: tuple[float, ...], thin: Curve) -> float:
-    """Part of its rate that a product of (batch, m, n, k) keeps: one that is thin spends its time on reading."""
+    """Return the fraction of its rate that a product of (batch, m, n, k) keeps; thin products are bound by reading."""
     return read_curve(thin, min(shape[1:])) if thin and len(shape) == 4 else 1.0
 
 
 def tile_part(shape: tuple[float, ...], cores: int) -> float:
-    """Part of its rate that a product of (batch, m, n, k) keeps where its result does not fill whole waves of tiles."""
+    """Return the fraction of its rate that a product of (batch, m, n, k) keeps after tile and wave quantization."""
     if len(shape) != 4 or not cores:
         return 1.0
     batch, m, n, _ = shape

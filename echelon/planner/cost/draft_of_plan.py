@@ -1,4 +1,4 @@
-"""The Draft that a Plan carries out, so that a plan made by hand can be foretold as one that was searched for."""
+"""Conversion of a Plan into a Draft, so that predictions exist for plans that were not made by the search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.planner.model_costs import ProfileLike
 
 
 def draft_of(plan: Plan, profile: ProfileLike) -> Draft:
-    """``profile.batch`` counts as the global batch."""
+    """Return the draft that describes the plan; ``profile.batch`` is used as the global batch."""
     depth = plan.mesh.get("stage", 1)
     cuts = _cuts(plan, profile)
     stages = len(cuts) + 1
@@ -37,7 +37,7 @@ def draft_of(plan: Plan, profile: ProfileLike) -> Draft:
 
 
 def _cuts(plan: Plan, profile: ProfileLike) -> tuple[int, ...]:
-    """First unit of every stage but the first."""
+    """Return the index of the first unit of every stage but the first."""
     if plan.stages is None:
         return _even_cuts(plan.mesh.get("stage", 1), len(profile.names))
     stages = [_stage_of(name, plan.stages) for name in profile.names]
@@ -56,7 +56,7 @@ def _cuts(plan: Plan, profile: ProfileLike) -> tuple[int, ...]:
 
 
 def _stage_of(unit: str, recorded: StageTrace) -> int | None:
-    """Of the marked module that is this unit, has it inside, or is inside of it."""
+    """Return the stage of the marked module that is this unit, contains it, or is contained in it; None without one."""
     for name, stage in recorded.units.items():
         if name == unit or unit.startswith(f"{name}.") or name.startswith(f"{unit}."):
             return stage

@@ -1,6 +1,6 @@
-"""Fitting a few constants to measured runs: the mean error of logarithms, with what is known of each beforehand.
+"""Fit of a few constants to measured runs: minimizes the mean error of logarithms, with a prior on each constant.
 
-Without the second part, a constant that few runs depend on would wander off; with it, it stays what it is known to be.
+The prior keeps a constant that few runs depend on near its usual value.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 
-#: Weight of one standard deviation from what was known, against an error of one: 0.1 % each.
+#: Weight of the prior: a squared deviation of one ``spread`` counts as much as a mean error of 0.1 %.
 PRIOR = 0.001
-#: Two runs whose predictions differ by less than this part may be chosen either way.
+#: Two runs whose predictions differ by less than this fraction count as equally likely to be chosen.
 BLUR = 0.02
 
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """usual: what is known of it; spread: within which factor (as a logarithm) it is likely; says: what it is."""
+    """A constant to fit, with its prior.
+
+    usual:  expected value
+    spread: standard deviation of the value's logarithm
+    says:   description
+    """
 
     usual: float
     spread: float
@@ -36,9 +41,10 @@ def fit(
     steps: int = 250,
     tasks: Sequence[Hashable] = (),
 ) -> dict[str, float]:
-    """The constants with which ``predict`` comes nearest to ``measured``.
+    """Return the constants for which the output of ``predict`` is nearest to ``measured``.
 
-    tasks: one for each run; where several are for the same, choosing the wrong one of them counts as an error, too
+    steps: iterations of the minimizer; default 250
+    tasks: one task per run; among runs of the same task, predicting the wrong one as fastest counts as an error too
     """
     names = list(constants)
     usual = np.log([constants[name].usual for name in names])
@@ -58,7 +64,7 @@ def fit(
 
 
 def _rivals(tasks: Sequence[Hashable]) -> list[list[int]]:
-    """Numbers of the runs of each task that has several."""
+    """Return the indices of the runs of each task that has several runs."""
     found: dict[Hashable, list[int]] = {}
     for run, task in enumerate(tasks):
         found.setdefault(task, []).append(run)
@@ -66,7 +72,10 @@ def _rivals(tasks: Sequence[Hashable]) -> list[list[int]]:
 
 
 def regret(foretold: Vector, seen: Vector, rivals: Sequence[Sequence[int]]) -> float:
-    """How much longer than the best the chosen runs take, in the mean, if predictions are blurred by ``BLUR``."""
+    """Return how much longer than the best run the predicted one takes, as a mean fraction over tasks.
+
+    The choice is a softmin over the predictions with temperature ``BLUR``, so that the result is smooth.
+    """
     if not rivals:
         return 0.0
     total = 0.0
@@ -78,7 +87,7 @@ def regret(foretold: Vector, seen: Vector, rivals: Sequence[Sequence[int]]) -> f
 
 
 def minimize(loss: Callable[[Vector], float], start: Vector, steps: int, width: float = 0.7) -> Vector:
-    """By the simplex method of Nelder and Mead (1965): no slopes, so that corners in ``loss`` do no harm."""
+    """Minimize ``loss`` by the simplex method of Nelder and Mead (1965), which needs no gradients of ``loss``."""
     corners = [start, *(start + width * axis for axis in np.eye(len(start)))]
     losses = [loss(corner) for corner in corners]
     for _ in range(steps):
@@ -97,7 +106,11 @@ def minimize(loss: Callable[[Vector], float], start: Vector, steps: int, width: 
 def _moved(
     loss: Callable[[Vector], float], middle: Vector, across: Vector, losses: Sequence[float]
 ) -> tuple[float, Vector]:
-    """The worst corner mirrored; twice as far where that is the best so far; nearer where it is still bad."""
+    """Return the loss and position of the worst corner's replacement.
+
+    The worst corner is reflected; it is moved twice as far if that is the best point so far, and only half as far back
+    if the reflected point is still bad.
+    """
     mirrored = loss(middle + across)
     if mirrored < losses[0]:
         further = loss(middle + 2 * across)

@@ -1,6 +1,6 @@
-"""What a rank of a pipeline holds beside what it is doing, at every action of its schedule. Pure: counts only.
+"""Counts of the micro-batches and messages that a pipeline rank holds at every action of its schedule.
 
-A rank does its actions in a fixed order, so what it holds does not depend on how long anything takes.
+A rank runs its actions in a fixed order, so the counts do not depend on durations.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import NamedTuple
 from echelon.plan.schedule import Action, Kind, rank_actions
 from echelon.strategy.annotations.marks import ScheduleName
 
-AHEAD = 2  # messages that are expected while an action runs, see parallel.pipeline.loop
-STEADY = 4  # times the ranks: from so many micro-batches on, a schedule only repeats itself
+AHEAD = 2  # number of next messages whose receives are posted while an action runs, see parallel.pipeline.comm_plan
+STEADY = 4  # a schedule is periodic from this many micro-batches per rank on
 
 
 class ScheduleMoment(NamedTuple):
-    """An action, and what else there is, by the rank's stages (its "chunks").
+    """An action, and what the rank holds beside it. Tuples have one entry for each of the rank's stages (its "chunks").
 
-    open:     other micro-batches that wait for their backward
-    waiting:  other micro-batches that wait for their weights' gradients (zero-bubble)
-    made:     whether a backward has made gradients of weights already
-    returned: messages with gradients that nobody has said to have received
-    coming, returning: messages from earlier and from later stages that are expected meanwhile
+    open:     number of other micro-batches that wait for their backward
+    waiting:  number of other micro-batches that wait for their weight gradients (zero-bubble)
+    made:     True if a backward has already made weight gradients
+    returned: number of sent gradient messages whose receipt is not yet known
+    coming, returning: number of posted receives from earlier and from later stages
     """
 
     kind: Kind
@@ -38,18 +38,18 @@ class ScheduleMoment(NamedTuple):
 
 
 def moments(name: ScheduleName, stages: int, ranks: int, micro_batches: int) -> tuple[tuple[ScheduleMoment, ...], ...]:
-    """For each rank the moments among which its fullest one is."""
+    """Return, for each rank, the moments that may be its memory peak."""
     return tuple(moments_of_rank(name, stages, ranks, micro_batches, rank) for rank in range(ranks))
 
 
 def moments_of_rank(
     name: ScheduleName, stages: int, ranks: int, micro_batches: int, rank: int
 ) -> tuple[ScheduleMoment, ...]:
-    """The moments among which one rank's fullest is."""
-    if name == "1f1b":  # a rank goes by the number of ranks behind it alone, and repeats itself soon
+    """Return the moments of one rank that may be its memory peak."""
+    if name == "1f1b":  # a rank's schedule depends only on the number of ranks after it, and is soon periodic
         behind = ranks - 1 - rank
         return _moments_of_rank(name, behind + 1, behind + 1, min(micro_batches, behind + 4), 0, rank > 0)
-    if name == "gpipe":  # everything is open when the first goes back: only how many that are grows
+    if name == "gpipe":  # all micro-batches are open at the first backward: more of them only increase that count
         few = min(micro_batches, 2 * AHEAD + 2)
         short = _moments_of_rank(name, stages, ranks, few, rank, rank > 0)
         return tuple(one._replace(open=(one.open[0] + micro_batches - few,)) for one in short)
@@ -61,14 +61,14 @@ def moments_of_rank(
 def _moments_of_rank(
     name: ScheduleName, stages: int, ranks: int, count: int, rank: int, fed: bool
 ) -> tuple[ScheduleMoment, ...]:
-    """``fed``: whether its first stage receives something from another."""
+    """Return the moments that may be the peak. ``fed``: True if the rank's first stage receives from another stage."""
     actions = tuple(rank_actions(name, stages, ranks, count, rank))
     return _fullest(_ends(_walk(actions, _expected(actions, stages, fed), ranks, stages // ranks)))
 
 
 def _expected(actions: tuple[Action, ...], stages: int, fed: bool) -> list[tuple[int, int]]:
-    """For each action, how many of the next messages come from earlier and from later stages."""
-    soon: list[bool] = []  # of the actions behind, those with a message: whether from a later stage
+    """Return, for each action, how many of the next AHEAD messages come from earlier and from later stages."""
+    soon: list[bool] = []  # one entry per next message: True if it comes from a later stage
     found = []
     for kind, _, stage in reversed(actions):
         found.append((sum(not later for later in soon), sum(soon)))
@@ -78,7 +78,7 @@ def _expected(actions: tuple[Action, ...], stages: int, fed: bool) -> list[tuple
 
 
 def one_after_another(micro_batches: int) -> tuple[ScheduleMoment, ...]:
-    """Without a pipeline: each micro-batch goes forward and backward before the next."""
+    """Return the moments without a pipeline, where each micro-batch runs forward and backward before the next."""
     kinds: tuple[Kind, ...] = ("F", "B")
     return tuple(ScheduleMoment(kind, 0, (0,), (0,), (made,)) for kind in kinds for made in {False, micro_batches > 1})
 
@@ -106,7 +106,7 @@ def _walk(
 
 
 def _fullest(found: Sequence[ScheduleMoment]) -> tuple[ScheduleMoment, ...]:
-    """Without those that another one of the same action surpasses in everything."""
+    """Return the Pareto-optimal moments of each action: no other moment has at least as much of everything."""
     kept: list[ScheduleMoment] = []
     for moment in sorted(found, key=lambda one: (-sum(one.made), [-count for count in _counts(one)])):
         if not any(_surpasses(other, moment) for other in kept):
@@ -115,7 +115,7 @@ def _fullest(found: Sequence[ScheduleMoment]) -> tuple[ScheduleMoment, ...]:
 
 
 def _ends(found: Sequence[ScheduleMoment]) -> tuple[ScheduleMoment, ...]:
-    """Without those that lie on a line between two others: bytes are sums over counts, so an end has as many."""
+    """Drop the moments that lie on a line between two others: bytes are linear in counts, so a maximum is at an end."""
     kept: list[ScheduleMoment] = []
     for moment in sorted(found, key=lambda one: (one.kind, one.chunk, one.made, _counts(one))):
         if len(kept) > 1 and _step(kept[-2], kept[-1]) == _step(kept[-1], moment) is not None:
@@ -125,7 +125,7 @@ def _ends(found: Sequence[ScheduleMoment]) -> tuple[ScheduleMoment, ...]:
 
 
 def _step(one: ScheduleMoment, other: ScheduleMoment) -> tuple[int, ...] | None:
-    """The direction from one moment to another of the same action."""
+    """Return the direction from one moment to another of the same action, or None for different actions."""
     if (one.kind, one.chunk, one.made) != (other.kind, other.chunk, other.made):
         return None
     steps = [b - a for a, b in zip(_counts(one), _counts(other), strict=True)]

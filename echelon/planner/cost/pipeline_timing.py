@@ -1,6 +1,6 @@
-"""How long a pipeline takes from the durations of its stages: event by event, or by closed forms for a quick look.
+"""Duration of a pipeline step from the durations of its stages: by event simulation, or by closed forms for speed.
 
-Both go by the runtime's own schedules. With many micro-batches a shorter run is simulated and its steady part repeated.
+Both use the runtime's own schedules. With many micro-batches, a shorter run is simulated and its steady part repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from echelon.strategy.annotations.marks import ScheduleName
 
 @dataclass(frozen=True)
 class StageDurations:
-    """What the stages take for one micro-batch: F, B and the part of B that may be put off; ``edges``: to the next."""
+    """Seconds of each stage for one micro-batch.
+
+    for_weights: part of ``backward`` that may be deferred
+    edges:       seconds of the transfer to the next stage
+    """
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -27,7 +31,7 @@ class StageDurations:
         return len(self.forward)
 
     def unlinked(self) -> StageDurations:
-        """The same, if transfers took no time."""
+        """Return a copy in which transfers take no time."""
         return replace(self, edges=[0.0] * len(self))
 
     def durations(self) -> dict[tuple[Kind, int], float]:
@@ -41,7 +45,12 @@ class StageDurations:
 
 @dataclass(frozen=True)
 class PipelineTiming:
-    """makespan: of all ranks; unlinked: the same if transfers took no time; ends: when each rank has done its last."""
+    """Seconds of a pipeline step.
+
+    makespan: time until all ranks are done
+    unlinked: the makespan if transfers took no time
+    ends:     time at which each rank ends its last action
+    """
 
     makespan: float
     unlinked: float
@@ -55,7 +64,7 @@ def simulate_pipeline(
     linked = {(s, s + 1): seconds for s, seconds in enumerate(stages.edges[: len(stages) - 1])}
     ends, timeline = _ends(name, len(stages), ranks, micros, stages.durations(), linked, events)
     transfers = _closed(name, stages, ranks, micros) - _closed(name, stages.unlinked(), ranks, micros)
-    unlinked = max(0.0, max(ends) - transfers)  # the closed forms tell such a difference well enough
+    unlinked = max(0.0, max(ends) - transfers)  # closed forms are accurate enough for this difference
     return PipelineTiming(max(ends), unlinked, tuple(ends), timeline)
 
 
@@ -68,7 +77,10 @@ def _ends(
     edges: Mapping[tuple[int, int], float],
     events: bool,
 ) -> tuple[Sequence[float], tuple[Event, ...]]:
-    """When each rank ends. After some three rounds through the pipeline, every further one is as long as the last."""
+    """Return the time at which each rank ends, and the events if requested.
+
+    After about three rounds through the pipeline, every further round takes as long as the last.
+    """
 
     def run(count: int) -> tuple[Sequence[float], tuple[Event, ...]]:
         done = simulate(_schedule(name, stages, ranks, count), durations, edges)
@@ -82,7 +94,7 @@ def _ends(
     return [a + (b - a) * rounds for a, b in zip(first, second, strict=True)], ()
 
 
-_schedule = functools.lru_cache(maxsize=32)(make_schedule)  # plans that look alike share one
+_schedule = functools.lru_cache(maxsize=32)(make_schedule)  # similar plans share one schedule
 
 
 # ---- closed forms ----
@@ -90,7 +102,7 @@ _schedule = functools.lru_cache(maxsize=32)(make_schedule)  # plans that look al
 
 def estimate_pipeline(name: ScheduleName, stages: StageDurations, ranks: int, micros: int) -> PipelineTiming:
     makespan, unlinked = (_closed(name, each, ranks, micros) for each in (stages, stages.unlinked()))
-    if name == "zero-bubble":  # what is put off fills the end of every rank
+    if name == "zero-bubble":  # deferred weight gradients keep every rank busy to the end
         return PipelineTiming(makespan, unlinked, (makespan,) * ranks)
     ends, end = [], makespan
     for rank in range(ranks):
@@ -114,8 +126,11 @@ def _closed(name: ScheduleName, stages: StageDurations, ranks: int, micros: int)
 
 
 def _period(both: Sequence[float], edges: Sequence[float], micros: int) -> float:
-    """Between two micro-batches in the steady part of 1f1b: stage s has as many in flight as there are stages from it
-    on, so that a round through those serves that many; or as many as there are at all."""
+    """Return the seconds between two micro-batches in the steady part of 1f1b.
+
+    A stage has as many micro-batches in flight as there are stages from it on, so a round trip through those stages
+    serves that many micro-batches. Stages with at least as many in flight as there are micro-batches do not limit.
+    """
     longest, behind, linked = 0.0, 0.0, 0.0
     last = len(both) - 1
     for stage in range(last, -1, -1):
@@ -128,9 +143,10 @@ def _period(both: Sequence[float], edges: Sequence[float], micros: int) -> float
 
 
 def _zero_bubble(stages: StageDurations, both: Sequence[float], micros: int) -> float:
-    """Weights' gradients fill gaps as far as there are any to fill them with."""
+    """Return the makespan of zero-bubble, in which deferred weight gradients fill the gaps as far as they suffice."""
     slowest = max(range(len(both)), key=both.__getitem__)
     gap = sum(both) - both[slowest] + 2 * sum(stages.edges[: len(both) - 1])
-    put_off = 2 * stages.for_weights[slowest] * min(micros, len(both) - 1)  # out of the way back, and into the gap
-    least = sum(stages.forward[:slowest])  # nothing can begin before the first micro-batch has come
+    # Deferring counts twice: it shortens the backward path, and it fills the gap.
+    put_off = 2 * stages.for_weights[slowest] * min(micros, len(both) - 1)
+    least = sum(stages.forward[:slowest])  # the slowest stage cannot begin before the first micro-batch arrives
     return micros * both[slowest] + max(least, gap - put_off)

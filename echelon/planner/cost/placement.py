@@ -1,7 +1,7 @@
-"""Where the ranks of a mesh are: which devices compute each stage, and which groups cross hosts.
+"""Placement of a mesh on a cluster: the devices that compute each stage, and the groups that cross hosts.
 
-Ranks are placed as in base/mesh.py: split innermost, then stage, then replicate. Clusters whose hosts are alike are
-reckoned by arithmetic, so that 100,000 devices cost no more than eight.
+Ranks are placed as in base/mesh.py: split innermost, then stage, then replicate. For clusters with equal hosts the
+placement is computed arithmetically, so that 100,000 devices cost no more than eight.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Link
 from echelon.planner.cost.collective_costs import CommGroup, seconds, send_seconds
 
-Worker = tuple[Device, float]  #: a device of a split, and its width relative to an even one
+Worker = tuple[Device, float]  #: a device of a split, and its width relative to an even split
 
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """Replicas whose devices and shares are alike.
+    """Replicas with equal devices and shares.
 
-    workers: for each rank along the stage axis, the different devices of its split
-    share:   of the batch, relative to an even one
+    workers: for each rank along the stage axis, the distinct devices of its split
+    share:   share of the batch, relative to an even share
     """
 
     workers: tuple[tuple[Worker, ...], ...]
@@ -34,7 +34,10 @@ class ReplicaPlacement:
 
 @dataclass(frozen=True)
 class Edge:
-    """From one rank of the stage axis to the next one; ``sharing``: how many such edges leave one host at once."""
+    """The connection from one rank of the stage axis to the next.
+
+    sharing: number of such edges that leave one host at the same time
+    """
 
     link: Link
     sharing: int = 1
@@ -46,7 +49,10 @@ class Edge:
 
 @dataclass(frozen=True)
 class MeshPlacement:
-    """edges: one for each rank along the stage axis, to the one after it; the last one's leads back to the first."""
+    """The placement of a mesh on a cluster.
+
+    edges: for each rank along the stage axis, the edge to the next rank; the last rank's edge leads to the first
+    """
 
     replicas: tuple[ReplicaPlacement, ...]
     split: CommGroup
@@ -54,7 +60,10 @@ class MeshPlacement:
     edges: tuple[Edge, ...]
 
     def edge_seconds(self, rank: int, size: float, scattered: bool) -> float:
-        """``scattered``: every rank of a split sends its part, and they gather them after."""
+        """Return the seconds to send ``size`` bytes from stage rank ``rank`` to the next one.
+
+        scattered: True if every rank of a split sends its part and the receivers all-gather the parts
+        """
         if not scattered or self.split.ranks == 1:
             return self.edges[rank].seconds(size)
         return self.edges[rank].seconds(size / self.split.ranks) + seconds("all_gather", size, self.split)
@@ -66,13 +75,13 @@ def place(draft: Draft, cluster: Cluster) -> MeshPlacement:
     return _by_arithmetic(draft, cluster) if cluster.uniform and not draft.order else _by_looking(draft, cluster)
 
 
-# ---- hosts that are alike ----
+# ---- equal hosts ----
 
 
 def _by_arithmetic(draft: Draft, cluster: Cluster) -> MeshPlacement:
     host = cluster.hosts[0][1]
     here = len(host.devices)
-    apart = draft.stage * draft.split  # ranks between two neighbours along the replicate axis
+    apart = draft.stage * draft.split  # rank distance of two neighbors along the replicate axis
     device = host.devices[0]
     widths = {round(width * draft.split / sum(draft.widths), 6) for width in draft.widths} or {1.0}
     workers = tuple((device, width) for width in sorted(widths))
@@ -88,7 +97,10 @@ def _by_arithmetic(draft: Draft, cluster: Cluster) -> MeshPlacement:
 
 
 def _strided_group(ranks: int, apart: int, here: int, inside: Link, network: Link, everyone: int) -> CommGroup:
-    """``ranks`` of them, ``apart`` from each other, on hosts of ``here`` devices."""
+    """Return a group of ``ranks`` ranks at distance ``apart``, on hosts of ``here`` devices.
+
+    everyone: number of all ranks of the mesh
+    """
     hosts = math.ceil(ranks * apart / here) if apart < here else ranks
     on_host = max(1, ranks // hosts)
     return CommGroup(ranks, inside, network, hosts, sharing=max(1, min(here, everyone) // on_host))
@@ -138,7 +150,7 @@ def _distinct(draft: Draft, devices: list[list[list[Device]]]) -> tuple[ReplicaP
 
 
 def _seen_group(groups: NDArray[np.int64], inside: Link, network: Link, everyone: NDArray[np.int64]) -> CommGroup:
-    """Of all the groups, the one on most hosts."""
+    """Return the group that is on the most hosts."""
     hosts = max(len(np.unique(group)) for group in groups)
     on_host = max(1, groups.shape[1] // hosts)
     busiest = int(np.bincount(everyone.ravel()).max())
@@ -146,6 +158,6 @@ def _seen_group(groups: NDArray[np.int64], inside: Link, network: Link, everyone
 
 
 def _seen_edge(source: NDArray[np.int64], target: NDArray[np.int64], inside: Link, network: Link) -> Edge:
-    """Of one rank of the stage axis, over all replicas: (replicate, split)."""
+    """Return the edge of one stage rank; source and target are host indices of shape (replicate, split)."""
     leaving = source[source != target]
     return Edge(network, int(np.bincount(leaving).max())) if leaving.size else Edge(inside)

@@ -1,4 +1,4 @@
-"""predict: how long a step of a Draft takes on a Cluster, where the time goes, and what every device holds."""
+"""Prediction of a Draft on a Cluster: the seconds of a step, by cause, and the memory of every rank."""
 
 from __future__ import annotations
 
@@ -41,16 +41,23 @@ def predict(
     simulate: bool = True,
     events: bool = False,
 ) -> Prediction:
-    """One step. ``simulate``: event by event, otherwise by closed forms; ``events``: with the pipeline's timeline."""
+    """Predict one step.
+
+    optimizer: name of the optimizer, one of ``system.state``; default "adam"
+    simulate:  True to simulate the pipeline event by event, False to use closed forms; default True
+    events:    True to include the pipeline's timeline; default False
+    """
     draft = draft_of(plan, profile) if isinstance(plan, Plan) else plan
     return CostModel(profile, cluster, system, optimizer).predict(draft, simulate=simulate, events=events)
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One micro-batch through each stage of one replica: arrays over stages, in seconds.
+    """Seconds of one micro-batch in each stage of one replica, as arrays over stages.
 
-    ``*_host``: what the host needs beyond the device. gathers, scatters: of shards, exposed.
+    split_*: exposed collectives inside layers
+    norm:    exchange of batch-norm statistics, forward and backward together
+    *_host:  time of the host beyond that of the device
     """
 
     forward: Array
@@ -64,7 +71,7 @@ class StageTimes:
     backward_host: Array
 
     def passes(self) -> tuple[Array, Array]:
-        """How long F and B take."""
+        """Return the seconds of F and B."""
         norm = self.norm / 2
         return (
             self.forward + self.split_forward + norm + self.forward_host,
@@ -73,7 +80,7 @@ class StageTimes:
 
 
 class CostModel:
-    """Predictions for one model on one cluster. Costs of units and places of meshes are kept between drafts."""
+    """Predictions for one model on one cluster. Costs of units and placements of meshes are cached between drafts."""
 
     def __init__(
         self, profile: ProfileLike, cluster: Cluster, system: System = ECHELON, optimizer: str = "adam"
@@ -84,7 +91,7 @@ class CostModel:
         self._placements: dict[Hashable, MeshPlacement] = {}
 
     def predict(self, draft: Draft, *, simulate: bool = True, events: bool = False, memory: bool = True) -> Prediction:
-        """``memory=False`` leaves memory out, where only time is asked for."""
+        """Predict one step of the draft; ``memory=False`` omits memory, for callers that need only time."""
         self._check(draft)
         placement = self.placement(draft)
         slowest: _Replica | None = None
@@ -106,13 +113,13 @@ class CostModel:
     def unit_seconds(
         self, samples: int, split: int, amp: str | None, device: Device, compiled: bool = False
     ) -> list[UnitSeconds]:
-        """Of every unit, for one micro-batch on one device of a split."""
+        """Return the seconds of every unit, for one micro-batch on one device of a split."""
         return [self.units.unit(unit, device, compiled) for unit in self.units.sheet(samples, split, amp).units]
 
     def memory(
         self, draft: Draft, placement: MeshPlacement, ranks: Iterable[int] | None = None
     ) -> tuple[PredictedMemory, ...]:
-        """Of every rank along the stage axis, or of ``ranks`` alone."""
+        """Return the peak memory of every rank along the stage axis, or of ``ranks`` only."""
         from echelon.planner.cost.rank_memory import find_peak_moments
 
         limits = [
@@ -140,15 +147,18 @@ class CostModel:
 
 
 def _one_by_one(forward: Array, backward: Array, edges: list[float]) -> tuple[Array, Array, list[float]]:
-    """Where a stage hands on one micro-batch after another, a link that takes longer than the stage sets the pace."""
+    """Return F, B and edges for GPipe, whose stages send one micro-batch after another.
+
+    A transfer that takes longer than its stage limits the rate, so F and B take at least as long as the transfer.
+    """
     link = np.array(edges)
     there, back = np.maximum(forward, link), np.maximum(backward, np.roll(link, 1))
-    left = np.minimum(link, np.maximum(forward, np.roll(backward, -1)))  # of a message, after its turn
+    left = np.minimum(link, np.maximum(forward, np.roll(backward, -1)))  # from the end of that F or B to the arrival
     return there, back, left.tolist()
 
 
 class _Replica:
-    """One replica's step: its pipeline, then what it exchanges with others, then the update."""
+    """One replica's step: its pipeline, then communication with other replicas, then the update."""
 
     def __init__(
         self,
@@ -178,7 +188,7 @@ class _Replica:
     # ---- computing ----
 
     def _stage_times(self) -> StageTimes:
-        """Of every stage, the slowest of its devices."""
+        """Return the times of every stage on the slowest of its devices."""
         units, draft = self.costs.units, self.draft
         split = units.messages(self.setting, self.placement.split).between(self.bounds)
         if self.draft.split > 1:
@@ -199,25 +209,28 @@ class _Replica:
         )
 
     def _taken_apart(self, host: Array) -> Array:
-        """Seconds of the host to keep weights' gradients for later; ``host``: to start all kernels."""
+        """Return the seconds of the host to defer weight gradients; ``host``: seconds to launch all kernels."""
         launch = self.kind.workers[0][0][0].launch
         if self.draft.schedule != "zero-bubble" or not launch:
             return np.zeros_like(host)
         return host / launch * self.host.get("deferred", 0.0)
 
     def _each_pass(self) -> float:
-        """Seconds of the host for one stage's forward or backward of one micro-batch."""
+        """Return the seconds of the host for one stage's forward or backward of one micro-batch."""
         micro = self.host.get("micro", self.system.micro) / 2 / self.draft.chunks
         return micro if self.draft.stage == 1 else self.host.get("action", micro)
 
     def _adding(self) -> Array:
-        """Gradients of all micro-batches but the first are added up: seconds of the device, and of the host."""
+        """Return the seconds of the device and of the host to accumulate gradients, per micro-batch.
+
+        The gradients of the first micro-batch need no addition.
+        """
         device, micros = self.kind.workers[0][0][0], self.draft.micro_batches
         adding = self.costs.units.adding(self.setting, device).between(self.bounds)
         return adding * (1 - 1 / micros)
 
     def _packing(self) -> Array:
-        """What every stage hands on, copied together; a gradient that goes back is as large."""
+        """Return the seconds of every stage to pack its output into a message; the gradient's message is as large."""
         sent = np.zeros(self.draft.stages)
         if self.system.packs and self.draft.stage > 1:
             device, received = self.kind.workers[0][0][0], self.costs.units.received(self.setting)
@@ -225,7 +238,7 @@ class _Replica:
         return sent
 
     def _slowest_devices(self) -> Array:
-        """The rows of ``UnitCosts.computing`` by stage."""
+        """Return the rows of ``UnitCosts.computing`` by stage, for the slowest device of each stage."""
         units = self.costs.units
         by_kind: dict[str, Array] = {}
         columns = []
@@ -256,7 +269,7 @@ class _Replica:
         return estimate_pipeline(name, stages, draft.stage, draft.micro_batches)
 
     def _lengthened(self) -> tuple[Array, Array]:
-        """F and B with what shards make them wait."""
+        """Return the seconds of F and B, including exposed communication of shards."""
         forward, backward = self.times.passes()
         ranks = [stage % self.draft.stage for stage in range(self.draft.stages)]
         gathers = np.array([self.exchanges[rank].each_gather for rank in ranks]) / 2 / self.draft.chunks
@@ -286,7 +299,7 @@ class _Replica:
         return find_exposed_traffic(self.draft, held, busy, self.placement.replicate, device, self.system)
 
     def _tied(self) -> float:
-        """Weights that several stages hold: their gradients are summed too."""
+        """Return the seconds to reduce gradients of weights that several stages share."""
         total = 0.0
         for units, entries in zip(self.costs.profile.ties, self.costs.units.tied(self.setting), strict=True):
             stages = {sum(unit >= cut for cut in self.draft.cuts) % self.draft.stage for unit in units}
@@ -308,7 +321,7 @@ class _Replica:
     # ---- by cause ----
 
     def parts(self) -> dict[str, float]:
-        """Of the busiest rank; they add up to the step."""
+        """Return the seconds of the busiest rank by cause; their sum is the step's time."""
         times, micros = self.times, self.draft.micro_batches
         forward, backward = self._lengthened()
         on_rank = [float((forward + backward)[rank :: self.draft.stage].sum()) for rank in range(self.draft.stage)]

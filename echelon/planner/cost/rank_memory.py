@@ -1,12 +1,13 @@
-"""Bytes on every rank along the stage axis, at the moment when they are most.
+"""Peak memory of every rank along the stage axis.
 
-A step has few kinds of moments: forward of a micro-batch, its backward, the end of backward when the last gradients
-leave, and the update. What is there in each of them is added up from a profile, as the runtime really holds it:
+A step has few kinds of moments: forward of a micro-batch, its backward, the end of backward when the last gradients are
+sent, and the update. The bytes at each moment are added up from a profile, in the way the runtime holds them:
 
-* One micro-batch without a pipeline: gradients of the step before live until backward begins, beside all activations.
-* Replicas copy gradients into buckets that live for ever; those that wait for their bucket to fill lie beside it.
-* Several micro-batches: whole gradients stay from the first one to the last, whatever ``shard`` says.
-* A stage keeps its output and the message made of it until the micro-batch comes back.
+* With one micro-batch and no pipeline, gradients of the previous step live until backward begins, beside all
+  activations.
+* Replicas copy gradients into persistent buckets; gradients that wait for their bucket to fill exist beside it.
+* With several micro-batches, full gradients live from the first one to the last, at any level of ``shard``.
+* A stage keeps its output and the message made of it until the backward of the micro-batch.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from echelon.planner.model_costs import ModelCosts, ProfileLike
 
 Place = Literal["cuda", "cpu"]
 
-#: Temporaries of an update, as parts of all trained weights on a GPU (foreach: one operation for all of them) and as
-#: parts of the largest weight on a CPU (one weight after another). Measured, see benchmarks/planner_memory.py.
+#: Temporaries of an update, as a fraction of all trained weights on a GPU (foreach: one operation for all of them) and
+#: as a fraction of the largest weight on a CPU (one weight after another). Measured, see benchmarks/planner_memory.py.
 FOREACH = {
     "sgd": 0.0,
     "momentum": 0.0,
@@ -49,12 +50,16 @@ SINGLE = {
     "lars": 1.0,
 }
 
-WORKSPACE = 8.125 * 2**20  # what matrix products take for themselves on a GPU, for as long as the process lives
+WORKSPACE = 8.125 * 2**20  # bytes of the cuBLAS workspace on a GPU, which lives as long as the process
 
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """The fullest moment of a rank: while: forward, backward, exchange or update; unit: in which one, where in one."""
+    """The memory peak of a rank.
+
+    moment: phase of the step at the peak
+    unit:   index of the unit at the peak; None for "exchange" and "update"
+    """
 
     memory: PredictedMemory
     moment: Literal["forward", "backward", "exchange", "update"]
@@ -72,13 +77,14 @@ def find_peak_moments(
     workspace: float | None = None,
     ranks: Iterable[int] | None = None,
 ) -> tuple[PeakMoment, ...]:
-    """What every rank along the stage axis holds when it holds most; the replica with the largest share of a batch.
+    """Return the memory peak of every rank along the stage axis, for the replica with the largest share of the batch.
 
-    limits:    bytes that each rank may use, or one number for all; () is no limit
-    optimizer: one of system.state
-    place:     GPUs update all weights at once and need room for it; CPUs send gradients as pairs of messages
-    workspace: bytes that libraries take for themselves
-    ranks:     only those
+    limits:    bytes that each rank may use, or one number for all; (): no limit
+    optimizer: name of the optimizer, one of ``system.state``; default "adam"
+    place:     kind of device: GPUs need temporaries for all weights in an update; on CPUs, gradients that are
+               reduce-scattered need twice their bytes for messages; default "cuda"
+    workspace: bytes that libraries use; default: WORKSPACE on GPUs, 0 on CPUs
+    ranks:     ranks along the stage axis to compute; default: all
     """
     sheet = profile.sheet(_samples(draft), draft.split, draft.amp)
     room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
@@ -100,19 +106,19 @@ def find_peak_moments(
 
 
 def _samples(draft: Draft) -> int:
-    """Of the largest micro-batch of the replica with the largest share."""
+    """Return the samples of the largest micro-batch of the replica with the largest share."""
     share = max(draft.shares) / sum(draft.shares) if draft.shares else 1 / draft.replicate
     return max(1, math.ceil(draft.batch * share / draft.micro_batches - 1e-9))
 
 
 def _batch(sheet: ModelCosts, draft: Draft) -> float:
-    """Bytes of a replica's batch, which every one of its ranks is given, less what the first unit keeps of it."""
+    """Return the bytes of a replica's batch, which each of its ranks holds, less what the first unit saves of it."""
     kept = min(sheet.units[0].received, sheet.units[0].saved)
     return max(sheet.given * draft.micro_batches - kept, 0.0)
 
 
 def _twice(profile: ProfileLike, sheet: ModelCosts, spans: Sequence[tuple[int, int]]) -> float:
-    """Entries that several of these units share: each of them counts a weight that is there once."""
+    """Return the number of weight entries that are counted more than once because several of these units share them."""
 
     def here(unit: int) -> bool:
         return any(first <= unit < end for first, end in spans)
@@ -124,7 +130,7 @@ def _twice(profile: ProfileLike, sheet: ModelCosts, spans: Sequence[tuple[int, i
 
 @dataclass(frozen=True)
 class RankMemoryInputs:
-    """What a draft and a runtime say about every rank alike."""
+    """The properties of a draft and a runtime that are the same for every rank."""
 
     draft: Draft
     system: System
@@ -134,26 +140,26 @@ class RankMemoryInputs:
 
     @property
     def sharing(self) -> int:
-        """Ranks that share out what ``shard`` shares out."""
+        """Number of ranks over which state is sharded."""
         return self.draft.replicate if self.draft.shard else 1
 
     @property
     def reduced(self) -> bool:
-        """Whether gradients are summed over replicas in buckets that stay."""
+        """True if gradients are reduced over replicas in persistent buckets."""
         return self.draft.replicate > 1 and not self.draft.shard and self.draft.approximate != "localsgd"
 
     @property
     def passes(self) -> int:
-        """Backward passes that make up a gradient."""
+        """Number of backward passes that accumulate into a gradient."""
         return self.draft.micro_batches
 
     @property
     def messages(self) -> float:
-        """Bytes on the way for each byte of a bucket that is scattered: what leaves, and what arrives."""
+        """Bytes of message buffers, sent and received, for each byte of a bucket that is reduce-scattered."""
         return 2.0 if self.place == "cpu" else 1.0 + 1.0 / self.sharing
 
     def terms(self, at: int) -> StageMemoryOptions:
-        """For the stage ``at``."""
+        """Return the options of stage ``at``."""
         draft, travels = self.draft, self.draft.replicate > 1 and self.draft.approximate != "localsgd"
         recompute = bool(draft.recompute) and draft.recompute[at]
         return StageMemoryOptions(
@@ -168,7 +174,7 @@ class RankMemoryInputs:
 
 
 class _RankMoments:
-    """What one rank has at every kind of moment."""
+    """Memory of one rank at every kind of moment."""
 
     def __init__(
         self, facts: RankMemoryInputs, stages: Sequence[StageMemory], twice: float, batch: float, firsts: Sequence[int]
@@ -185,7 +191,7 @@ class _RankMoments:
         self._exchange = self._standing_exchange()
 
     def _standing_exchange(self) -> float:
-        """Messages and copies that live for ever."""
+        """Return the bytes of persistent message buffers and copies."""
         draft, entries = self._facts.draft, self._trained
         wire = entries * (4 + 6 / draft.replicate) if draft.wire and self._facts.reduced else 0.0
         residual = RESIDUAL * entries if draft.approximate == "dgc" else 0.0
@@ -229,7 +235,7 @@ class _RankMoments:
         return PeakMoment(held, "forward" if moment.kind == "F" else "backward", self._firsts[moment.chunk] + peak.at)
 
     def _pass(self, moment: ScheduleMoment, one: StageMemory) -> tuple[PassPeak, float]:
-        """The pass that runs, and the gradients that were there before it."""
+        """Return the peak of the pass that runs, and the bytes of gradients that existed before it."""
         alone = self._facts.passes == 1 and len(self._stages) == 1 and self._facts.draft.stage == 1
         before = self._made(moment)
         if moment.kind == "F":
@@ -243,15 +249,15 @@ class _RankMoments:
         return (one.again if moment.made[moment.chunk] else one.first), before
 
     def _messages(self, moment: ScheduleMoment, one: StageMemory) -> float:
-        """Of a pipeline: what is expected while this action runs, what it sends, and gradients that were sent."""
+        """Return the bytes of pipeline messages: posted receives, the action's own message, and sent gradients."""
         if self._facts.draft.stage == 1:
             return 0.0
         expected = moment.coming * one.received + moment.returning * one.sent_on
-        # Forward makes a message; in backward what the last unit handed on has its gradient, and the rest has one too.
+        # Forward makes a message. In backward, the last unit's output has a gradient, and so has ``unsaved``.
         return expected + one.unsaved + max(one.sent_on, one.output) + moment.returned * one.received
 
     def _closing(self, limit: float) -> PredictedMemory:
-        """The end of the last backward: what has not been sent leaves."""
+        """Return the memory at the end of the last backward, when the remaining gradients are sent."""
         peaks = [one.closing for one in self._stages]
         if self._facts.passes > 1 and not self._facts.sharing > 1:
             return self._memory(limit, gradients=self._rows() + self._gradients)
@@ -268,7 +274,7 @@ class _RankMoments:
         if facts.draft.shard in (1, 2) and share > 1:
             travelling = min(self._gradients, (UNDER_WAY + 1) * facts.system.bucket)
             handing_round = travelling * (1 + 1 / share)
-        larger = handing_round > transient  # one comes after the other
+        larger = handing_round > transient  # the update and the all-gather run in sequence, so the larger one counts
         return self._memory(
             limit,
             gradients=self._stale(),
@@ -279,15 +285,15 @@ class _RankMoments:
     # ---- gradients ----
 
     def _rows(self) -> float:
-        """Buckets that live for ever."""
+        """Return the bytes of persistent buckets."""
         return self._gradients if self._facts.reduced else 0.0
 
     def _stale(self) -> float:
-        """What is there between two steps."""
+        """Return the bytes of gradients between two steps."""
         return self._gradients / self._facts.sharing
 
     def _made(self, moment: ScheduleMoment) -> float:
-        """Where a step has several backward passes: whole gradients of the stages that have had one."""
+        """Return the bytes of buckets and of full gradients of the stages that have had a backward in this step."""
         width = self._facts.system.gradient_bytes(self._facts.draft.amp)
         made = sum(one.trained for one, is_made in zip(self._stages, moment.made, strict=True) if is_made)
         return self._rows() + made * width

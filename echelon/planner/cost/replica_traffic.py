@@ -1,4 +1,4 @@
-"""What replicas exchange in a step, and how much of it computing does not hide."""
+"""Communication between replicas in a step, and the part of it that does not overlap with computation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from echelon.planner.cost.compute import stream_seconds
 from echelon.planner.cost.system import System
 
 WIRE_BYTES = 2.0
-LOCAL_STEPS = 8  # updates between two averages, as Strategy(localsgd=...) has them at first
-KEPT = 0.001  # part of the entries that DGC sends, once it has warmed up
-TOP_K_PASSES = 10  # times that choosing the largest entries reads or writes each of them
-ROW = 8  # bytes of an entry that DGC sends: its place and its value
+LOCAL_STEPS = 8  # updates between two averages, the default of Strategy(localsgd=...)
+KEPT = 0.001  # fraction of the entries that DGC sends after warm-up
+TOP_K_PASSES = 10  # number of times that top-k selection reads or writes each entry
+ROW = 8  # bytes of an entry that DGC sends: its index and its value
 
 
 @dataclass(frozen=True)
 class StageParameterCounts:
-    """What one rank of a stage holds: entries that are trained, and that are not, and the units they are in."""
+    """Numbers of trained and frozen parameter entries on one rank of a stage, and of the units that have any."""
 
     trained: float
     frozen: float = 0.0
@@ -29,7 +29,7 @@ class StageParameterCounts:
 
 @dataclass(frozen=True)
 class OverlapWindow:
-    """Seconds of computing that an exchange can hide behind: one forward, one backward, the last backward."""
+    """Seconds of computation that can overlap with communication: those of one forward and of one backward."""
 
     forward: float
     backward: float
@@ -37,8 +37,13 @@ class OverlapWindow:
 
 @dataclass(frozen=True)
 class ExposedTraffic:
-    """gradients: after the last backward; passes: for each micro-batch, of gradients and of parameters (by pass);
-    parameters: after the update"""
+    """Seconds of communication between replicas that do not overlap with computation.
+
+    gradients:     seconds after the last backward
+    each_backward: seconds of gradient communication for each micro-batch
+    each_gather:   seconds of parameter gathering for each micro-batch, forward and backward together
+    parameters:    seconds after the update
+    """
 
     gradients: float = 0.0
     each_backward: float = 0.0
@@ -49,7 +54,7 @@ class ExposedTraffic:
 def find_exposed_traffic(
     draft: Draft, held: StageParameterCounts, busy: OverlapWindow, group: CommGroup, device: Device, system: System
 ) -> ExposedTraffic:
-    """What a stage's replicas wait for each other."""
+    """Return the exposed communication between the replicas of a stage."""
     if group.ranks == 1:
         return ExposedTraffic()
     width = system.reduced or system.gradient_bytes(draft.amp)
@@ -76,7 +81,7 @@ def find_exposed_traffic(
 
 
 def _behind(kind: str, size: float, backward: float, group: CommGroup, system: System) -> float:
-    """What is left of an exchange in buckets that begins with backward: its last bucket at least."""
+    """Return the exposed seconds of bucketed communication that starts with backward: at least those of one bucket."""
     if system.overlap == 0.0:
         return seconds(kind, size, group)
     buckets = max(1, math.ceil(size / system.bucket))

@@ -1,4 +1,4 @@
-"""Costs of a model's stages, from costs of its units that are kept: sums over units are differences of running sums."""
+"""Costs of a model's stages: sums over units, computed as differences of cached running sums."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RunningSums:
-    """Running sums over units, as rows: entry i is of the first i units."""
+    """Running sums over units, as rows: entry i is the sum over the first i units."""
 
     rows: Array
 
     def between(self, bounds: Sequence[int]) -> Array:
-        """By row and stage, where stage s has the units from ``bounds[s]`` up to ``bounds[s + 1]``."""
+        """Return the sums by row and stage; stage s has the units from ``bounds[s]`` up to ``bounds[s + 1]``."""
         return np.diff(self.rows[:, list(bounds)], axis=1)
 
 
 def running(values: Sequence[Sequence[float]]) -> RunningSums:
-    """``values``: a row for each unit."""
+    """Return the running sums; ``values`` has one row for each unit."""
     table = np.array(values, dtype=float).T
     return RunningSums(np.concatenate([np.zeros((len(table), 1)), np.cumsum(table, axis=1)], axis=1))
 
 
 @dataclass(frozen=True)
 class CostSetting:
-    """What a sheet's costs depend on besides places: samples (also between whole numbers), parts, numbers' width."""
+    """The parameters, beside placement, that costs depend on.
+
+    samples: samples of a micro-batch; fractions are interpolated
+    split:   size of the split axis
+    """
 
     samples: float
     split: int
@@ -47,7 +51,7 @@ class CostSetting:
 
 
 class UnitCosts:
-    """Everything about units that predictions ask for, computed once."""
+    """Cached costs of a model's units."""
 
     def __init__(self, profile: ProfileLike, system: System) -> None:
         self.profile, self.system = profile, system
@@ -62,19 +66,25 @@ class UnitCosts:
         return self._sheets[key]
 
     def share(self, known: dict[Hashable, UnitSeconds]) -> None:
-        """Keep costs of units where others do, whose devices and system are the same and whose units live as long."""
+        """Share the cache of unit costs with other instances.
+
+        All instances must have the same devices and system, and their units must live as long as the cache, because the
+        cache is keyed by the units' identity.
+        """
         self._units = known
 
     def unit(self, unit: ModelUnit, device: Device, compiled: bool) -> UnitSeconds:
-        key = id(unit), device.name, compiled  # sheets are kept, and with them the units
+        key = id(unit), device.name, compiled  # the id stays valid because ``_sheets`` keeps the units alive
         if key not in self._units:
             self._units[key] = unit_seconds(unit, device, self.system, compiled)
         return self._units[key]
 
     def computing(self, setting: CostSetting, device: Device, group: CommGroup) -> RunningSums:
-        """Rows: forward, backward, for weights, forward and backward on the host, replayed, replayed on the host.
+        """Return the compute seconds of units.
 
-        A host that runs ahead within a unit only takes as long as the device and the messages in ``group`` at least.
+        Rows: forward, backward, weight gradients, forward on the host, backward on the host, recompute, recompute on
+        the host. If the host runs ahead only within a unit, its time is at least that of the device and of the
+        collectives in ``group``.
         """
         where = device.name, group if self.system.runs_ahead == "unit" else None
         return self._between_samples(
@@ -82,11 +92,11 @@ class UnitCosts:
         )
 
     def messages(self, setting: CostSetting, group: CommGroup) -> RunningSums:
-        """Rows: seconds inside layers, exposed, in forward, backward and replay."""
+        """Return the exposed seconds of collectives inside layers; rows: forward, backward, recompute."""
         return self._between_samples("messages", setting, group, lambda sheet: self._messages(sheet, group))
 
     def message_counts(self, setting: CostSetting) -> RunningSums:
-        """Rows: how many there are inside layers in forward, backward and replay."""
+        """Return the number of collectives inside layers; rows: forward, backward, recompute."""
 
         def of(sheet: ModelCosts) -> RunningSums:
             ways = [[sum(m.count for m in way.messages) for way in (u.forward, u.backward)] for u in sheet.units]
@@ -95,19 +105,19 @@ class UnitCosts:
         return self._between_samples("message counts", setting, None, of)
 
     def statistics(self, setting: CostSetting, group: CommGroup) -> RunningSums:
-        """Rows: seconds for batch norm's statistics in forward and backward."""
+        """Return the seconds to exchange batch norm's statistics; rows: forward, backward."""
         return self._between_samples("statistics", setting, group, lambda sheet: _statistics(sheet, group))
 
     def sizes(self, setting: CostSetting) -> RunningSums:
-        """Rows: entries that are trained, entries that are not, bytes of weights, units that have any."""
+        """Return the sizes of parameters; rows: trained entries, frozen entries, bytes, units with parameters."""
         return self._between_samples("sizes", setting, None, _sizes)
 
     def tied(self, setting: CostSetting) -> tuple[float, ...]:
-        """Entries that units share, for each group of them."""
+        """Return the number of entries of shared weights, for each group of units that share one."""
         return self.sheet(_below(setting), setting.split, setting.amp).tied
 
     def adding(self, setting: CostSetting, device: Device) -> RunningSums:
-        """Rows: seconds to add gradients to those of earlier micro-batches, and of the host to start that."""
+        """Return the seconds to accumulate gradients over micro-batches; rows: device, host."""
 
         def of(sheet: ModelCosts) -> RunningSums:
             return running(
@@ -123,7 +133,7 @@ class UnitCosts:
         return self._between_samples("adding", setting, device.name, of)
 
     def received(self, setting: CostSetting) -> Array:
-        """Bytes that come into each unit."""
+        """Return the bytes that each unit receives."""
         sums = self._between_samples(
             "received", setting, None, lambda s: running([(unit.received,) for unit in s.units])
         )
@@ -168,7 +178,10 @@ class UnitCosts:
         return running([rows[id(unit)] for unit in sheet.units])
 
     def _replayed(self, times: int) -> float:
-        """Part of a unit's forward that recompute runs again; ``times``: how often the model has such a unit."""
+        """Return the fraction of a unit's forward that recompute runs again.
+
+        times: number of occurrences of the unit in the model
+        """
         return self.system.replayed if self.system.replays == "units" or times > 1 else 0.0
 
     def _messages(self, sheet: ModelCosts, group: CommGroup) -> RunningSums:
@@ -181,7 +194,7 @@ class UnitCosts:
         return running([rows[id(unit)] for unit in sheet.units])
 
     def _exposed(self, unit: ModelUnit, group: CommGroup) -> tuple[float, float]:
-        """Seconds of messages inside the unit that nothing hides, in forward and backward."""
+        """Return the exposed seconds of collectives inside the unit, in forward and backward."""
         part = 1.0 - self.system.hides_split
         there = sum(message_seconds(message, group) for message in unit.forward.messages)
         back = sum(message_seconds(message, group) for message in unit.backward.messages)
@@ -193,7 +206,7 @@ def _below(setting: CostSetting) -> int:
 
 
 def _occurrences(sheet: ModelCosts) -> Counter[int]:
-    """How often the model has each unit, by identity."""
+    """Count the occurrences of each unit in the model, by identity."""
     return Counter(map(id, sheet.units))
 
 
@@ -202,7 +215,7 @@ def message_seconds(message: SplitCollective, group: CommGroup) -> float:
 
 
 def _statistics(sheet: ModelCosts, group: CommGroup) -> RunningSums:
-    """Every normalization layer exchanges its own: gathered in forward, summed in backward."""
+    """Return the seconds to exchange statistics: each layer all-gathers in forward and all-reduces in backward."""
 
     def of(unit: ModelUnit) -> tuple[float, float]:
         if not unit.norm_statistics or group.ranks == 1:

@@ -1,8 +1,8 @@
-"""What one stage needs for one micro-batch, pass by pass: the fullest moment of its forward and of its backward.
+"""Memory of one stage for one micro-batch: the peaks of its forward and backward passes.
 
-Of a pass over units the fullest moment is looked for unit by unit. When forward enters a unit, there is what all units
-before it keep and what it receives; its own peak comes on top. When backward enters it, there is what it and all units
-before it keep, the gradient of its output, and the gradients of weights that the units after it have made.
+The peak of a pass is the maximum over its units. When forward enters a unit, memory holds what all earlier units saved
+and the unit's input; the unit's own peak is added. When backward enters a unit, memory holds what it and all earlier
+units saved, the gradient of its output, and the weight gradients that later units have made.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from echelon.planner.model_costs import ModelCosts, ModelUnit
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
 FIRST_BUCKET = float(2**20)  # bytes of the first bucket of gradients, see strategy.parts.Reduction
-UNDER_WAY = 2  # buckets of a shard that are summed at one time, see parallel.shard.reduce
+UNDER_WAY = 2  # buckets that are reduce-scattered at the same time, see parallel.zero.reduce_scatter
 
 
 @dataclass(frozen=True)
 class StageMemoryOptions:
-    """What of a draft and a runtime matters inside a stage.
+    """The properties of a draft and a runtime that a stage's memory depends on.
 
-    recompute: "" (nothing), "units" or "repeated": which units keep only what they receive
+    recompute: units that are recomputed and save only their input: "" (none), "units" (all) or "repeated"
     gradient:  bytes of a trained entry's gradient
-    ranks:     that share parameters out, or sum gradients; 1 where nobody does
-    level:     of sharding, 0 to 3
-    bucket:    bytes of gradients that travel together; 0 where nothing travels
-    messages:  bytes on the way for each byte of a bucket, where gradients are scattered
-    casts:     whether 16-bit copies of weights are made, and kept until forward ends
+    ranks:     number of ranks over which state is sharded; 1: no sharding
+    level:     level of sharding, 0 to 3
+    bucket:    bytes of gradients per bucket; 0 if gradients are not reduced over ranks
+    messages:  bytes of message buffers for each byte of a bucket, if gradients are reduce-scattered
+    casts:     True if 16-bit copies of weights are made and kept until forward ends
     """
 
     recompute: str
@@ -45,9 +45,11 @@ class StageMemoryOptions:
 
 @dataclass(frozen=True)
 class PassPeak:
-    """The fullest moment of a pass: all of it, and of that what is kept for backward and what gradients take.
+    """The memory peak of a pass, in bytes.
 
-    at: the unit in which it lies, counted from the stage's first
+    kept:      part of ``total`` that is saved for backward
+    gradients: part of ``total`` that is gradients of weights
+    at:        index of the unit at the peak, counted from the stage's first
     """
 
     total: float
@@ -58,21 +60,22 @@ class PassPeak:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One stage. What is held always, and its passes for one micro-batch.
+    """Memory of one stage: permanent sizes, and the peaks of its passes for one micro-batch. All but trained is bytes.
 
-    trained:  entries of its weights; largest: bytes of the largest gradient
-    held:     kept from forward to backward, all units
-    waiting:  kept from I to W
-    received, sent_on: messages that come in and that leave
-    unsaved:  of what comes in, what only waits for its use: skip connections
-    output:   what the last unit hands on, where another stage needs it
-    forward:  gradients of weights are not in it
-    first:    backward that makes gradients of weights; they stay
-    again:    backward that adds to gradients: those that were there are not in it
-    sent:     backward after which gradients leave in buckets
-    partly:   backward without gradients of weights (I)
-    weights:  the fullest moment of making them alone (W)
-    closing:  what leaves last, when nothing else is left
+    trained:  number of trained entries
+    largest:  bytes of the largest gradient
+    held:     bytes that all units keep from forward to backward
+    waiting:  bytes that all units keep from I to W
+    received, sent_on: bytes of incoming and outgoing messages
+    unsaved:  incoming bytes that are only held until a later unit uses them: skip connections
+    output:   bytes of the last unit's output, if another stage needs it
+    forward:  peak of forward, without gradients of weights
+    first:    peak of a backward that makes weight gradients, which stay
+    again:    peak of a backward that adds to existing weight gradients, which are not counted
+    sent:     peak of a backward during which gradients are sent in buckets
+    partly:   peak of a backward without weight gradients (I)
+    weights:  peak of the computation of weight gradients alone (W)
+    closing:  peak when the last gradients are sent, after backward
     """
 
     trained: float
@@ -95,7 +98,7 @@ class StageMemory:
 
 
 class UnitColumns:
-    """A sheet's units as rows of numbers."""
+    """The fields of all units of a ModelCosts, as arrays over units."""
 
     def __init__(self, sheet: ModelCosts) -> None:
         units = sheet.units
@@ -104,7 +107,7 @@ class UnitColumns:
         self.weight_bytes, self.largest = _row(units, "weight_bytes"), _row(units, "largest_weight")
         self.received, self.output = _row(units, "received"), _row(units, "output")
         self.crossing = _or(_row(units, "crossing"), np.append(0.0, self.output[:-1]))
-        # What comes from further back was kept by a unit before.
+        # Inputs from units before the previous one are already counted: an earlier unit saved them.
         self.entering = np.append(self.received[:1], np.minimum(self.received[1:], self.output[:-1]))
         self.buffers, self.casts = _row(units, "buffers"), _row(units, "casts")
         self.forward, self.backward = _row(units, "forward_peak"), _row(units, "backward_peak")
@@ -122,8 +125,11 @@ class UnitColumns:
         self.gathered = self._gathered()
 
     def _gathered(self) -> Row:
-        """Bytes that shard 3 makes whole at a time. A large weight in the glue of the ends (a head, an embedding) comes
-        apart from the unit's own."""
+        """Return the bytes of weights that shard 3 gathers at a time.
+
+        In the first and last unit, a large weight outside the unit's module (an embedding, a head) is gathered
+        separately from the others.
+        """
         apart = np.maximum(self.largest, self.weight_bytes - self.largest)
         ends = np.isin(np.arange(self.count), (0, self.count - 1))
         return np.where(ends, apart, self.weight_bytes)
@@ -134,12 +140,12 @@ def _row(units: tuple[ModelUnit, ...], name: str) -> Row:
 
 
 def _or(row: Row, other: Row) -> Row:
-    """``row`` where it says something; a sheet may leave it out."""
+    """Return ``row``, or ``other`` if the profile does not provide the field (all zeros)."""
     return row if row.any() else other
 
 
 def _put_off(unit: ModelUnit) -> float:
-    """From the kernels that make gradients of weights: what they read."""
+    """Estimate the bytes held for deferred weight gradients, from the bytes that their kernels move."""
     read = sum(kernel.bytes * kernel.count for kernel in unit.backward.kernels if kernel.for_weights)
     return float(max(0.0, min(read - 4 * unit.trained, unit.saved + unit.output)))
 
@@ -155,7 +161,7 @@ def columns(sheet: ModelCosts) -> UnitColumns:
 
 @functools.lru_cache(maxsize=65536)
 def stage(sheet: ModelCosts, first: int, end: int, terms: StageMemoryOptions) -> StageMemory:
-    """Units ``first`` to ``end`` of the sheet as one stage."""
+    """Return the memory of units ``first`` up to ``end`` as one stage."""
     rows, at = columns(sheet), slice(first, end)
     passes = _Passes(rows, first, end, terms)
     return StageMemory(
@@ -180,7 +186,7 @@ def stage(sheet: ModelCosts, first: int, end: int, terms: StageMemoryOptions) ->
 
 
 class _Passes:
-    """The units of a stage, one entry each, and the fullest moments of passes over them."""
+    """The units of a stage as arrays, and the memory peaks of passes over them."""
 
     def __init__(self, rows: UnitColumns, first: int, end: int, terms: StageMemoryOptions) -> None:
         self._rows, self._terms, self._at = rows, terms, slice(first, end)
@@ -190,21 +196,21 @@ class _Passes:
         self.put_off = rows.deferred[self._at]
         unmade = np.where(self._replayed | terms.casts, 0.0, rows.casts[self._at])
         self.kept = np.maximum(self._chosen(rows.kept, rows.saved) - unmade, 0.0)
-        self._before = np.cumsum(self.kept) - self.kept  # kept by the units before each
-        self._after = self.gradients.sum() - np.cumsum(self.gradients)  # made by the units behind each
+        self._before = np.cumsum(self.kept) - self.kept  # bytes kept by all units before each unit
+        self._after = self.gradients.sum() - np.cumsum(self.gradients)  # gradients made by all units after each unit
         self._backward = self._chosen(rows.backward_again, rows.backward)
         whole = self._chosen(rows.whole_again, rows.whole)
         self._whole = np.where(whole > 0, np.maximum(whole, self._backward), self._backward + self.gradients)
         self._gathered = _whole_weights(rows, first, end) if terms.level == 3 else np.zeros((2, end - first))
-        output = rows.output[self._at] * (np.arange(first, end) < rows.count - 1)  # a loss has no gradient beside it
-        self._entered = self._before + self.kept + output + self._gathered[1]  # when backward comes
+        output = rows.output[self._at] * (np.arange(first, end) < rows.count - 1)  # the loss has no output gradient
+        self._entered = self._before + self.kept + output + self._gathered[1]  # when backward enters each unit
 
     def _chosen(self, again: Row, plain: Row) -> Row:
         return np.where(self._replayed, again[self._at], plain[self._at])
 
     def forward(self) -> PassPeak:
         rows = self._rows
-        copies = np.where(self._replayed & self._terms.casts, rows.casts[self._at], 0.0)  # else they are kept anyway
+        copies = np.where(self._replayed & self._terms.casts, rows.casts[self._at], 0.0)  # else ``kept`` has them
         entered = self._before + np.cumsum(copies) - copies + rows.entering[self._at] + self._gathered[0]
         return _fullest(entered + self._chosen(rows.forward_again, rows.forward), self._before)
 
@@ -225,19 +231,23 @@ class _Passes:
         return _fullest(self._entered + self._backward + waiting, self._before + self.kept)
 
     def beside(self) -> Row:
-        """Where gradients of weights are made apart: one, the one before it, and a convolution's own copy."""
+        """Return the bytes of temporaries in W: a gradient, the previous gradient, and a convolution's own copy."""
         copies = np.where(self._rows.convolves[self._at], self.largest, 0.0)
         return self.largest + np.minimum(self.largest, self.gradients - self.largest) + copies
 
     def _fullest(self, own: Row, made: Row) -> PassPeak:
-        """``own``: each unit's peak with its gradients; ``made``: those that are there when it is entered."""
+        """Return the peak of a backward pass.
+
+        own:  each unit's peak including its weight gradients
+        made: bytes of weight gradients that exist when backward enters each unit
+        """
         return _fullest(self._entered + own + made, self._before + self.kept, made + (own - self._backward))
 
 
 def _putting_off_no_more(put_off: Row, beside: Row, glue: bool) -> PassPeak:
-    """W, from the last unit to the first: what still waits, and what is beside it for a moment.
+    """Return the peak of W, which runs from the last unit to the first: waiting bytes and temporaries.
 
-    The glue before the first unit (an embedding) comes when nothing waits any more.
+    glue: True if user code runs before the first unit (an embedding); its gradient comes when nothing waits any more
     """
     waiting = np.cumsum(put_off)
     totals = waiting + beside
@@ -247,7 +257,7 @@ def _putting_off_no_more(put_off: Row, beside: Row, glue: bool) -> PassPeak:
 
 
 def _incoming(rows: UnitColumns, first: int, end: int) -> float:
-    """What other stages send; what only passes a stage by goes straight to where it is needed."""
+    """Return the bytes that other stages send; a tensor is sent directly to the stage that needs it."""
     return float(min(rows.crossing[first], rows.received[first:end].sum())) if first else 0.0
 
 
@@ -269,9 +279,10 @@ def _fullest(totals: Row, kept: Row, gradients: Row | None = None) -> PassPeak:
 
 
 def _whole_weights(rows: UnitColumns, first: int, end: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Under shard 3, in forward and in backward of each unit: its weights, and those of the next that are coming.
+    """Return the bytes of gathered weights under shard 3, in forward and in backward (rows) of each unit.
 
-    The loss, where the last unit has its peak, needs none.
+    They are the unit's own weights and those of the next unit, which are prefetched. The loss, where the last unit has
+    its peak, needs no weights.
     """
     own = rows.gathered[first:end]
     following, preceding = np.append(own[1:], 0.0), np.append(0.0, own[:-1])
@@ -279,17 +290,20 @@ def _whole_weights(rows: UnitColumns, first: int, end: int) -> np.ndarray[Any, n
     return np.where(loss, 0.0, np.stack([own + following, own + preceding]))
 
 
-# ---- gradients that leave while backward runs ----
+# ---- gradients that are sent while backward runs ----
 
 
 def _gone(made: Row | float, terms: StageMemoryOptions) -> Any:
-    """Of so many bytes of gradients, those whose buckets are full."""
+    """Return the part of ``made`` bytes of gradients that is in full buckets."""
     full = FIRST_BUCKET + np.floor(np.maximum(np.asarray(made) - FIRST_BUCKET, 0.0) / terms.bucket) * terms.bucket
     return np.where(np.asarray(made) < FIRST_BUCKET, 0.0, full)
 
 
 def _in_buckets(after: Row, terms: StageMemoryOptions) -> Row:
-    """When backward enters each unit: gradients that wait for their bucket to fill, messages, and shards' own."""
+    """Return the bytes of gradients when backward enters each unit.
+
+    They are gradients that wait for their bucket to fill, message buffers, and the shards that have arrived.
+    """
     if not terms.bucket:
         return after
     gone = _gone(after, terms)

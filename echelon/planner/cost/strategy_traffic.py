@@ -1,7 +1,7 @@
-"""How many bytes a rank sends in a step under a Strategy, and how many it keeps: formulas, nothing is run.
+"""Formulas for the bytes that a rank sends in a step under a Strategy, and for the memory that the Strategy adds.
 
-An all-reduce of B bytes over N ranks sends 2 (N - 1) / N x B from each, which a ring does and nothing can better.
-Scattering sums and gathering parts are its two halves.
+In an all-reduce of B bytes over N ranks, each rank sends 2 (N - 1) / N x B bytes, which is the minimum and what a ring
+needs. Reduce-scatter and all-gather are its two halves.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd, ParameterSer
 if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
 
-WHOLE_LAYER = 3  # the level of sharding at which parameters are whole only while their layer computes
-LEAN = 4 + 8 / 256  # bytes beside a bf16 weight: 16 bits of remainder, two 8-bit moments, two scales for 256 of them
-RESIDUAL = 8  # DGC keeps a momentum and a residual of each entry, both fp32
+WHOLE_LAYER = 3  # the level of sharding at which parameters are gathered only while their layer computes
+LEAN = 4 + 8 / 256  # bytes per entry beside the bf16 weight: 16-bit remainder, two 8-bit moments, two scales per 256
+RESIDUAL = 8  # bytes per entry of DGC's momentum and residual, both fp32
 
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """One trained parameter: how many entries, and the bytes of each."""
+    """The size of one trained parameter: number of entries, and bytes per entry."""
 
     numel: int
     width: int = 4
@@ -44,7 +44,7 @@ class RankCounts:
 
 
 def all_reduced(sizes: Sequence[ParameterSize], ranks: int, wire: bool = False) -> float:
-    """Sent by each rank to sum tensors over all; ``wire``: in 16 bits."""
+    """Return the bytes that each rank sends to all-reduce tensors; ``wire``: True if they are sent in 16 bits."""
     total = sum(size.numel * min(size.width, 2 if wire else size.width) for size in sizes)
     return 2 * (ranks - 1) / ranks * total
 
@@ -52,7 +52,7 @@ def all_reduced(sizes: Sequence[ParameterSize], ranks: int, wire: bool = False) 
 def sent_bytes_per_step(
     strategy: Strategy, sizes: Sequence[ParameterSize], job: RankCounts, frozen: float = 0.0
 ) -> Iterator[tuple[str, float]]:
-    """What each rank sends, in bytes a step; an average where it is not the same in every step.
+    """Yield the bytes per step that each rank sends, by description; an average if steps differ.
 
     frozen: bytes of parameters that are not trained
     """
@@ -81,7 +81,11 @@ def sent_bytes_per_step(
 
 
 def _sharded(shard: Shard, half: float, frozen: float, merge: int) -> Iterator[tuple[str, float]]:
-    """``half``: scattering or gathering all that is trained once; ``frozen``: gathering the rest."""
+    """Yield the traffic of sharding.
+
+    half:   bytes to reduce-scatter or all-gather all trained parameters once
+    frozen: bytes to all-gather all frozen parameters once
+    """
     yield "gradients, scattered", half / (merge if shard.level == 1 else 1)
     if shard.level == WHOLE_LAYER:
         yield "weights, gathered for forward and for backward", 2 * (half + frozen)
@@ -91,7 +95,7 @@ def _sharded(shard: Shard, half: float, frozen: float, merge: int) -> Iterator[t
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """What a rank holds between two steps, in bytes; ``state``: each tensor of optimizer state that a weight has."""
+    """Bytes that a rank holds between two steps; ``state``: bytes of one optimizer state tensor of all weights."""
 
     parameters: float
     gradients: float
@@ -99,7 +103,10 @@ class ModelStateBytes:
 
 
 def model_state_bytes(level: int, trained: float, frozen: float, ranks: int, merge: int) -> ModelStateBytes:
-    """Level 0 is without sharding. Without merging, level 1 lets whole gradients go while backward runs, as 2 does."""
+    """Return the model state of a rank at a sharding level (0: no sharding).
+
+    Without gradient merging, level 1 frees full gradients during backward, as level 2 does.
+    """
     part = trained / ranks
     keeps_gradients = level == 0 or (level == 1 and merge > 1)
     parameters = (trained + frozen) / (ranks if level == WHOLE_LAYER else 1)
@@ -119,7 +126,7 @@ def _compressed(dgc: Dgc, large: Sequence[ParameterSize], job: RankCounts, wire:
 def added_memory(
     strategy: Strategy, sizes: Sequence[ParameterSize], job: RankCounts
 ) -> Iterator[tuple[str, str, float]]:
-    """Memory that strategies add: whose, what for, how many bytes."""
+    """Yield the memory that strategies add: name of the strategy, purpose, bytes."""
     local, dgc = local_steps(strategy), strategy.part(Dgc)
     weights, numbers = sum(size.bytes for size in sizes), sum(size.numel for size in sizes)
     if dgc:
@@ -146,5 +153,5 @@ def local_name(strategy: Strategy) -> str:
 
 
 def usual_k(local: LocalSgd | AdaptiveLocalSgd) -> int:
-    """Updates between two averages; of the adaptive form, those it begins with."""
+    """Return the number of updates between two averages; for adaptive local SGD, the initial number."""
     return local.k_steps if isinstance(local, LocalSgd) else local.init_k_steps

@@ -1,4 +1,4 @@
-"""System: how a runtime trains, as far as time and memory depend on it. ECHELON is this one; others describe theirs."""
+"""System: properties of a training runtime that time and memory depend on. ECHELON describes this runtime."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ STATE = {
 
 @dataclass(frozen=True)
 class System:
-    """weights, gradients: bytes of a trained entry's weight and gradient in fp32 training
-    amp_weights, amp_gradients, amp_master: the same under amp, and of the fp32 copy that the optimizer steps on
-    state:            bytes of optimizer state for each entry, by optimizer
-    update_traffic:   bytes that an update reads and writes for each entry, by optimizer; those of ``state`` are scaled
-    replays:          what recompute runs again: all units of a stage, or only those that the model repeats
-    replayed:         part of them that runs again (less than 1: selective recompute)
-    overlap:          part of the last backward during which gradients are summed (0: only after it)
-    prefetch:         part of computing during which the next layer's shards are gathered (0: each layer waits for its)
-    hides_split:      part of the messages inside layers that computing hides
-    sequence_split:   messages inside layers are scattered and gathered, and what is between them is split too
-    scatters_edges:   a stage sends each split rank's part only, and the next stage gathers it
-    bucket:           bytes of gradients that travel together
-    reduced:          bytes of an entry's gradient on the wire (None: as it is held)
+    """The properties of a training runtime. An entry is one number of a parameter.
+
+    weights, gradients: bytes of an entry's weight and gradient in fp32 training
+    amp_weights, amp_gradients, amp_master: bytes under amp of weight, gradient, and the optimizer's fp32 copy
+    state:            bytes of optimizer state per trained entry, by optimizer
+    update_traffic:   factor on the bytes that an optimizer update reads and writes
+    replays:          units that recompute runs again: all units of a stage, or only those that the model repeats
+    replayed:         fraction of those units' forward that runs again (less than 1: selective recompute)
+    overlap:          fraction of the last backward that overlaps with the gradient reduction (0: no overlap)
+    prefetch:         fraction of computation that overlaps with gathering the next layer's shards (0: no prefetch)
+    hides_split:      fraction of the collectives inside layers that overlaps with computation
+    sequence_split:   True for sequence parallelism: reduce-scatter and all-gather inside layers, split activations
+                      between them
+    scatters_edges:   True if each split rank sends only its part to the next stage, which all-gathers the parts
+    bucket:           bytes of gradients per bucket
+    reduced:          bytes of an entry's gradient in a reduction (None: as it is held)
     gathered:         bytes of an entry that is gathered under shard 3 (None: as weights are held)
-    pointwise:        factor on the bytes of pointwise and normalization kernels: below 1 where several are one
+    pointwise:        factor on the bytes of pointwise and normalization kernels: below 1 if kernels are fused
     launches:         factor on the number of launches
-    compiled_pointwise, compiled_launches: both again, under compile
+    compiled_pointwise, compiled_launches: additional factors on both under compile
     host:             factor on the device's launch cost
-    runs_ahead:       how far the host starts kernels before the device comes to them: within a whole pass, or a unit
-    micro, step:      seconds of the host for each micro-batch and each step, which nothing hides
-    unit:             seconds of the host to fetch a unit's weights and let them go, under shard 3; a bench file says
-    added:            bytes that are read and written to add an entry's gradient to that of earlier micro-batches
-    copied:           bytes read and written for an entry that travels between replicas: to line up gradients that are
-                      summed, gradients of which each gets a part, weights that are gathered
-    replay_host:      factor on the host's time for what recompute runs again: every tensor that is not kept is put
-                      aside and found again by hooks
-    puts_back:        copies that recompute makes of a batch norm's buffers, so that a batch counts once
-    packs:            what a stage sends is copied together first
+    runs_ahead:       scope in which the host runs ahead of the device: a whole pass, or a unit
+    micro, step:      seconds of the host for each micro-batch and each step, without overlap
+    unit:             seconds of the host to gather and free a unit's weights under shard 3; a bench file overrides it
+    added:            bytes read and written per entry to accumulate its gradient over micro-batches
+    copied:           bytes read and written per entry to copy into and out of buckets, for gradients that are
+                      all-reduced, gradients that are reduce-scattered, and weights that are all-gathered
+    replay_host:      factor on the host's time for recompute, whose hooks handle every tensor that is not kept
+    puts_back:        copies that recompute makes per batch norm to restore its buffers, so that a batch counts once
+    packs:            True if a stage copies the tensors it sends into one message
     """
 
     name: str
@@ -89,7 +91,7 @@ class System:
     puts_back: int = 0
 
     def state_bytes(self, optimizer: str) -> float:
-        """Of one trained entry."""
+        """Return the bytes of optimizer state per trained entry. Raises UsageError for an unknown optimizer."""
         if optimizer not in self.state:
             raise UsageError(
                 f"optimizer='{optimizer}' is not one whose state is known{nearest(optimizer, list(self.state))}: "
@@ -98,14 +100,14 @@ class System:
         return self.state[optimizer]
 
     def weight_bytes(self, amp: str | None) -> float:
-        """All copies of one entry that a device holds, the optimizer's included."""
+        """Return the bytes of all copies of one weight entry on a device, including the optimizer's."""
         return self.amp_weights + self.amp_master if amp else self.weights
 
     def gradient_bytes(self, amp: str | None) -> float:
         return self.amp_gradients if amp else self.gradients
 
     def update_bytes(self, optimizer: str, amp: str | None) -> float:
-        """Read and written for each entry: weights and state both ways, gradients once."""
+        """Return the bytes that an update moves per entry: weights and state are read and written, gradients read."""
         master = self.amp_master or self.weights
         both_ways = 2 * (self.state_bytes(optimizer) + master)
         copies = self.amp_weights if amp and self.amp_master else 0.0

@@ -1,1 +1,1 @@
-"""Which plan is best, and what lies around it."""
+"""The search for the fastest plan that fits in memory, and for its neighbors."""

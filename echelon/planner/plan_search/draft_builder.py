@@ -1,7 +1,7 @@
-"""From the shape of a plan to drafts that fit the devices: where to cut, what to recompute, who gets how much.
+"""Construction of drafts that fit from the shape of a plan: cuts, recompute, and shares of the batch.
 
-What a stage holds is read off a prediction of the whole: so many bytes for each of its weights, so many for each byte
-that its units keep, the rest as it is. So nothing here knows how a runtime uses memory.
+The memory of a stage is extrapolated from a prediction of the whole plan: bytes per weight, bytes per byte that its
+units save, and a constant rest. So this module does not depend on how a runtime uses memory.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from echelon.planner.plan_search.search_result import PlanChoice
 from echelon.planner.plan_search.shares import share_out
 from echelon.planner.plan_search.stage_partition import StageMemoryLimits, Sums, cut, sums
 
-FOLLOWING = ("cuts", "recompute", "shares", "widths", "order")  #: what follows from a shape, unless it is given
+FOLLOWING = ("cuts", "recompute", "shares", "widths", "order")  #: fields derived from a shape, unless they are given
 
 MOST_RECUTS = 2
-FEW_STAGES = 4  # up to so many ranks along the stage axis, memory is always looked at on all of them
-ROUNDING = 1e-6  # part of a limit that is left free, so that sums in another order still fit
+FEW_STAGES = 4  # up to this many ranks along the stage axis, memory is always computed for all of them
+ROUNDING = 1e-6  # fraction of a limit that is left free, so that sums in another order still fit
 
 
 @dataclass(frozen=True)
 class DraftAttempt:
-    """A draft whose time is known and whose memory is not; ``rounds``: how often it was cut anew to fit."""
+    """A draft whose time is known and whose memory is not; ``rounds``: number of times that it was cut again to fit."""
 
     shape: PlanShape
     timed: PlanChoice
@@ -41,7 +41,9 @@ class DraftAttempt:
 
 
 class DraftBuilder:
-    """Makes drafts of one model for one batch. Counts them; of those that do not fit, keeps the one that lacks least.
+    """Makes and counts drafts of one model for one batch.
+
+    ``nearest`` is the draft that exceeds its memory least, among those that do not fit.
 
     fixed: fields of a Draft that are given
     """
@@ -57,10 +59,10 @@ class DraftBuilder:
         self._kept = functools.cache(self._kept_of)
         self._even_cut = functools.cache(self._find_even_cut)
 
-    # ---- what fits ----
+    # ---- drafts that fit ----
 
     def fitting(self, shape: PlanShape) -> list[PlanChoice]:
-        """All of this shape that fit: without recomputing; or, where that does not fit, with as little as will do."""
+        """Return the drafts of this shape that fit: without recompute or, if that does not fit, with little of it."""
         found, waiting = [], [self.first(shape)]
         while waiting:
             attempt = waiting.pop()
@@ -72,13 +74,13 @@ class DraftBuilder:
         return found
 
     def first(self, shape: PlanShape) -> DraftAttempt:
-        """What to try before all else: nothing recomputed, stages even."""
+        """Return the first attempt: no recompute, even stages."""
         return self.attempt(shape, self.fixed.get("recompute", ()))
 
     def attempt(
         self, shape: PlanShape, flags: Flags, cuts: tuple[int, ...] | None = None, rounds: int = 0
     ) -> DraftAttempt:
-        """Timed, memory not looked at."""
+        """Return a draft with its predicted time, without memory."""
         draft = self._drafted(shape, flags)
         if cuts is not None:
             draft = draft.replaced(cuts=cuts)
@@ -86,7 +88,7 @@ class DraftBuilder:
         return DraftAttempt(shape, PlanChoice(draft, self.costs.predict(draft, simulate=False, memory=False)), rounds)
 
     def checked(self, attempt: DraftAttempt) -> PlanChoice | None:
-        """With what every rank holds; None where it does not fit."""
+        """Return the attempt with the memory of every rank, or None if it does not fit."""
         held = self.glance(attempt.timed.draft)
         if not all(memory.fits for memory in held):
             self._note_lack(attempt.timed.draft, held)
@@ -95,10 +97,13 @@ class DraftBuilder:
         return choice if choice.prediction.fits else None
 
     def instead(self, attempt: DraftAttempt) -> list[DraftAttempt]:
-        """Where that does not fit: other cuts; and recomputing, everywhere or in the stages that are too full."""
+        """Return replacements of an attempt that does not fit.
+
+        They have other cuts, or recompute everywhere or in the stages that do not fit.
+        """
         shape, flags = attempt.shape, attempt.timed.draft.recompute
         few = shape.mesh.stage <= FEW_STAGES
-        typical_fits = few or self.glance(attempt.timed.draft)[1].fits  # else no way of cutting can help
+        typical_fits = few or self.glance(attempt.timed.draft)[1].fits  # otherwise no other cut can help
         choice = self._with_memory(attempt.timed) if shape.stages > 1 and typical_fits else None
         tried = list(self._recut(attempt, choice)) if choice else []
         if "recompute" in self.fixed or attempt.rounds:
@@ -114,26 +119,29 @@ class DraftBuilder:
         return tried
 
     def glance(self, draft: Draft) -> tuple[PredictedMemory, ...]:
-        """What some ranks hold: the first, one in the middle, the last; of a short pipeline all."""
+        """Return the memory of the first, a middle and the last rank, or of all ranks of a short pipeline."""
         ranks = range(draft.stage) if draft.stage <= FEW_STAGES else (0, draft.stage // 2, draft.stage - 1)
         self.checks += 1
         return self.costs.memory(draft, self.costs.placement(draft), ranks)
 
     def _note_lack(self, draft: Draft, held: Sequence[PredictedMemory]) -> None:
-        """Keep the draft that lacks least, among those that were only glanced at."""
+        """Store the draft in ``nearest`` if it exceeds its memory less than the present one."""
         lacking = max(memory.total / memory.limit for memory in held)
         if self.nearest is None or lacking < self.nearest[0]:
             self.nearest = (lacking, draft)
 
     def _recut(self, attempt: DraftAttempt, choice: PlanChoice) -> Iterator[DraftAttempt]:
-        """Units go from stages that are too full to others."""
+        """Yield an attempt with cuts that move units from stages that do not fit to others, if there is one."""
         if attempt.shape.stages > 1 and attempt.rounds < MOST_RECUTS and "cuts" not in self.fixed:
             cuts = self._cut_within(attempt.shape, choice)
             if cuts is not None and cuts != choice.draft.cuts:
                 yield self.attempt(attempt.shape, choice.draft.recompute, cuts, attempt.rounds + 1)
 
     def draft(self, shape: PlanShape, flags: Flags) -> PlanChoice:
-        """With these stages recomputed, cut so that all fit; where they cannot, what lacks least."""
+        """Return the draft with recompute in these stages, cut so that all fit.
+
+        If no cut fits, it is the draft that exceeds its memory least.
+        """
         attempt = self.attempt(shape, flags)
         best = choice = self._with_memory(attempt.timed)
         while not choice.prediction.fits:
@@ -145,8 +153,10 @@ class DraftBuilder:
         return best
 
     def may_fit(self, shape: PlanShape) -> bool:
-        """Whether it would with everything recomputed and cut well: whether stages hold no more than they may on the
-        whole, or in a long pipeline, whether one in the middle does."""
+        """Return True if the shape may fit with recompute everywhere and good cuts.
+
+        The total memory of all stages is compared with the total limit; in a long pipeline, only a middle stage is.
+        """
         draft = self._drafted(shape, self.fixed.get("recompute", (True,) * shape.stages))
         self.checks += 1
         middle = None if draft.stage <= FEW_STAGES else [draft.stage // 2]
@@ -157,7 +167,7 @@ class DraftBuilder:
         return part <= 1
 
     def predicted(self, draft: Draft) -> PlanChoice:
-        """Time and memory of any draft."""
+        """Predict time and memory of any draft."""
         self.made += 1
         return self._with_memory(PlanChoice(draft, self.costs.predict(draft, simulate=False, memory=False)))
 
@@ -171,7 +181,7 @@ class DraftBuilder:
     # ---- drafts ----
 
     def _drafted(self, shape: PlanShape, flags: Flags) -> Draft:
-        """Cut by time alone."""
+        """Return a draft of the shape, cut by time alone."""
         mesh = shape.mesh
         made = Draft(
             batch=self.batch,
@@ -197,14 +207,14 @@ class DraftBuilder:
     # ---- cutting ----
 
     def samples(self, shape: PlanShape) -> int:
-        """Of a micro-batch on most replicas."""
+        """Return the samples of a micro-batch with even shares, rounded."""
         return max(1, round(self.batch / shape.mesh.replicate / shape.micro_batches))
 
     def _setting(self, shape: PlanShape) -> CostSetting:
         return CostSetting(self.samples(shape), shape.mesh.split, shape.amp)
 
     def _unit_seconds(self, name: str, setting: CostSetting, recompute: bool) -> Sums:
-        """Sums over units of one micro-batch's time on a device of this name."""
+        """Return Sums over units of one micro-batch's time on a device of this name."""
         costs = self.costs.unit_seconds(int(setting.samples), setting.split, setting.amp, self._kinds[name])
         passes = [(max(cost.forward, cost.forward_host), max(cost.backward, cost.backward_host)) for cost in costs]
         messages = self._messages(setting)
@@ -216,19 +226,22 @@ class DraftBuilder:
         )
 
     def _messages(self, setting: CostSetting) -> list[tuple[float, float]]:
-        """Of every unit, forward and backward, where a split is on neighbouring devices."""
+        """Return the seconds of every unit's collectives in forward and backward, for a split on adjacent devices."""
         group = self.costs.placement(Draft(batch=self.batch, split=setting.split)).split
         rows = self.costs.units.messages(setting, group).rows
         forward, backward = np.diff(rows[:2], axis=1).tolist()
         return list(zip(forward, backward, strict=True))
 
     def micro_batch_seconds(self, shape: PlanShape, device: Device) -> Sums:
-        """Without recompute: no way of cutting takes less."""
+        """Return Sums over units of one micro-batch's time without recompute."""
         return self._seconds(device.name, self._setting(shape), False)
 
     def least_seconds(self, shape: PlanShape, device: Device) -> float:
-        """For a sample through the whole model: that of micro-batches of the next power of two, which take no longer.
-        So few sizes are profiled for what may never be looked at."""
+        """Return a lower bound on the seconds per sample of the whole model.
+
+        It is taken from micro-batches of the next power of two, which take no longer per sample, so that few sizes are
+        profiled for groups that may never be tried.
+        """
         samples = 1 << (self.samples(shape) - 1).bit_length()
         setting = CostSetting(samples, shape.mesh.split, shape.amp)
         return self._seconds(device.name, setting, False)[-1] / samples
@@ -245,7 +258,7 @@ class DraftBuilder:
         return cuts
 
     def _cut_within(self, shape: PlanShape, tried: PlanChoice) -> tuple[int, ...] | None:
-        """By time, in the room that stages have, going by what ``tried`` is said to hold."""
+        """Return cuts by time within the memory limits, with memory extrapolated from the prediction of ``tried``."""
         draft = tried.draft
         flags = draft.recompute or (False,) * draft.stages
         held = [self._held(shape, tried, stage, flag) for stage, flag in enumerate(flags)]
@@ -258,7 +271,7 @@ class DraftBuilder:
         return cut(self._stage_seconds(shape.mesh.names, self._setting(shape), flags), StageMemoryLimits(held, limits))
 
     def _held(self, shape: PlanShape, tried: PlanChoice, stage: int, recompute: bool) -> Sums:
-        """Sums over units of the bytes that they would take in this stage."""
+        """Return Sums over units of the bytes that they would take in this stage."""
         draft = tried.draft
         rank = stage % draft.stage
         memory = tried.prediction.memory[rank]
@@ -271,7 +284,7 @@ class DraftBuilder:
 
     def _weights_of(self, setting: CostSetting) -> Sums:
         sheet = self.costs.units.sheet(int(setting.samples), setting.split, setting.amp)
-        return sums([unit.weights + 1e-9 for unit in sheet.units])  # never none: it is divided by
+        return sums([unit.weights + 1e-9 for unit in sheet.units])  # avoids a division by zero
 
     def _kept_of(self, setting: CostSetting, recompute: bool) -> Sums:
         sheet = self.costs.units.sheet(int(setting.samples), setting.split, setting.amp)
@@ -280,11 +293,11 @@ class DraftBuilder:
     # ---- devices of several kinds ----
 
     def speed(self, shape: PlanShape, device: Device) -> float:
-        """Samples a second through the whole model."""
+        """Return the samples per second of the whole model on one device."""
         return self.samples(shape) / self.micro_batch_seconds(shape, device)[-1]
 
     def _shares(self, shape: PlanShape) -> tuple[float, ...]:
-        """Samples of each replica; () where all have as many."""
+        """Return the samples of each replica, or () if all have the same number."""
         mesh = shape.mesh
         speeds = [speed for count, device in mesh.replicas for speed in [self.speed(shape, device)] * count]
         if len(set(speeds)) == 1:
@@ -299,7 +312,7 @@ class DraftBuilder:
 
 
 def lack(choice: PlanChoice) -> float:
-    """How many times its memory the fullest device would need."""
+    """Return the largest ratio of needed memory to its limit over all ranks."""
     return max((memory.total / memory.limit for memory in choice.prediction.memory if memory.limit), default=0.0)
 
 
@@ -308,5 +321,5 @@ def _held_always(memory: PredictedMemory) -> float:
 
 
 def _apart(memory: PredictedMemory) -> float:
-    """What does not grow with the number of units."""
+    """Return the bytes that do not grow with the number of units."""
     return memory.transient + memory.exchange + memory.buffers

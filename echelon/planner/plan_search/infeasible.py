@@ -1,4 +1,4 @@
-"""Where nothing fits: what lacks least, and what would do: more hosts, or devices with more memory."""
+"""The answer if no plan fits: the plan that exceeds its memory least, and the hosts or devices that would suffice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_HOSTS = 4096
 
 
 def nearest_plan(hunt: PlanSearch) -> NearestPlan | None:
-    """The plan that lacks least."""
+    """Return the plan that exceeds its memory least."""
     if hunt.tailor.nearest is None:
         return None
     choice = hunt.tailor.predicted(hunt.tailor.nearest[1])
@@ -27,7 +27,7 @@ def nearest_plan(hunt: PlanSearch) -> NearestPlan | None:
 
 
 def reason(hunt: PlanSearch, choice: PlanChoice) -> str:
-    """``stage 0 needs 93 of 80 GB even with recompute, shard 3, split 8: 3 more hosts or H200 would do``."""
+    """Return a line such as ``stage 0 needs 93 of 80 GB even with recompute, shard 3: 3 more hosts would do``."""
     draft = choice.draft
     means = [
         "recompute" if any(draft.recompute) else "",
@@ -54,7 +54,7 @@ def _cures(hunt: PlanSearch, choice: PlanChoice) -> Iterator[str]:
 
 
 def _more_hosts(hunt: PlanSearch) -> int | None:
-    """How many more make it fit: by doubling, then by halving the gap."""
+    """Return the number of additional hosts with which a plan fits, found by doubling and bisection; None if none."""
     there = hunt.cluster.host_count
     high = 1
     while not _fits_with(hunt, there + high):
@@ -69,20 +69,20 @@ def _more_hosts(hunt: PlanSearch) -> int | None:
 
 
 def _fits_with(hunt: PlanSearch, hosts: int) -> bool:
-    """Whether the most frugal plan of some mesh fits on so many hosts."""
+    """Return True if the plan with the least memory of some mesh fits on ``hosts`` hosts."""
     other = hunt.elsewhere(more_hosts(hunt.cluster, hosts - hunt.cluster.host_count))
     return any(other.surely_fits(mesh) for mesh in other.largest_meshes())
 
 
 def more_hosts(cluster: Cluster, more: int) -> Cluster:
-    """Of the kind whose devices have the most memory."""
+    """Return the cluster with ``more`` additional hosts, of the kind whose devices have the most memory."""
     at = max(range(len(cluster.hosts)), key=lambda at: cluster.hosts[at][1].devices[0].memory)
     hosts = [(count + more * (place == at), host) for place, (count, host) in enumerate(cluster.hosts)]
     return dataclasses.replace(cluster, hosts=tuple(hosts), name="")
 
 
 def _larger_device(cluster: Cluster, needed: float) -> str | None:
-    """The smallest of the catalogue that would hold it."""
+    """Return the name of the smallest device in the catalog with ``needed`` bytes of memory, or None."""
     not_it = {"CPU", *(device.name for device in cluster.kinds)}
     devices = (kind.device for kind in CATALOGUE.values())
     larger = [device for device in devices if device.memory >= needed and device.name not in not_it]

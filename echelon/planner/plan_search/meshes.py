@@ -1,8 +1,8 @@
-"""Which meshes are worth a look: sizes of the axes, and which devices stand where.
+"""Enumeration of candidate meshes: sizes of the axes, and the placement of devices.
 
-Devices that are alike make a pool. On one pool a mesh is three numbers. On several, replicas may each lie within a pool
-(and get batches by speed), or stages may (the first on the devices with the largest memory, because a pipeline's first
-stages hold the most micro-batches), or every split may reach over all of them (and get widths by speed).
+Equal devices form a pool. On one pool, a mesh is three numbers. On several pools, each replica may lie within a pool
+(with batch shares by speed), or each stage may (the first stages on the devices with the largest memory, because a
+pipeline's first stages hold the most micro-batches), or every split may span all pools (with widths by speed).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from echelon.planner.cluster.cluster import Cluster, Device
 from echelon.planner.plan_search.stage_partition import divides_evenly
 
-LARGEST_ORDER = 4096  # places that are listed one by one; above, only meshes that count up
+LARGEST_ORDER = 4096  # largest number of devices for which orders of ranks are listed explicitly
 
 
 @dataclass(frozen=True)
 class DevicePool:
-    """Devices that are alike, by rank, and how many of them share a host."""
+    """Equal devices: their ranks, and the number of them on one host."""
 
     device: Device
     ranks: Sequence[int] = field(repr=False)
@@ -33,10 +33,13 @@ class DevicePool:
 
 @dataclass(frozen=True)
 class CandidateMesh:
-    """replicate, stage, split: sizes of the axes
-    stages:   the device at each place along the stage axis (of replica 0)
-    replicas: how many replicas are on which devices, first to last
-    parts:    the device at each place of a split that reaches over several kinds; () where they are alike
+    """A mesh with the devices on its axes.
+
+    replicate, stage, split: sizes of the axes
+    stages:   device at each coordinate of the stage axis (of replica 0)
+    replicas: numbers of replicas by device, first to last
+    parts:    device at each coordinate of a split that spans several kinds; () if all are equal
+    order:    ranks in order of the mesh's coordinates; () if they are consecutive
     """
 
     replicate: int
@@ -53,19 +56,19 @@ class CandidateMesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the devices along the stage axis."""
+        """Names of the devices along the stage axis."""
         return tuple(device.name for device in self.stages)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for meshes that are the same."""
+        """A hashable key that is equal for equal meshes."""
         replicas = tuple((count, device.name) for count, device in self.replicas)
         parts = tuple(device.name for device in self.parts)
         return (self.replicate, self.stage, self.split, self.order, self.names, replicas, parts)
 
 
 def find_pools(cluster: Cluster, devices: int | None = None) -> list[DevicePool]:
-    """Of the first ``devices`` of a cluster, or of all."""
+    """Return the pools of the first ``devices`` devices of a cluster; default: of all."""
     found: list[DevicePool] = []
     first, left = 0, cluster.size if devices is None else min(devices, cluster.size)
     for count, host in cluster.hosts:
@@ -94,13 +97,15 @@ def _ranks(first: int, hosts: int, size: int, places: list[int], left: int) -> S
 
 @dataclass(frozen=True)
 class MeshBounds:
-    """What limits the axes.
+    """The limits of the axes.
 
-    layers:      how many of the units are of the commonest kind, which stages share out evenly
-    splits:      largest split
-    beyond_host: also splits over several hosts
+    units:       number of units of the model
+    layers:      number of units of the most common kind, which stages divide evenly
+    splits:      largest size of the split axis
+    batch:       samples of the global batch
+    beyond_host: True to include splits over several hosts
     fixed:       sizes of axes that are given
-    size:        of the whole mesh, where that is given: every device has a place then, if not always samples
+    size:        given size of the whole mesh: every device is then in the mesh, even if it gets no samples
     """
 
     units: int
@@ -112,14 +117,14 @@ class MeshBounds:
     size: int | None = None
 
     def given(self, axis: str, most: int) -> list[int] | None:
-        """Where this axis is given: its size, or nothing if that is too large."""
+        """Return the given size of the axis in a list, [] if it is above ``most``, or None if it is not given."""
         return None if axis not in self.fixed else [self.fixed[axis]] if self.fixed[axis] <= most else []
 
 
 def find_meshes(pools: Sequence[DevicePool], bounds: MeshBounds) -> Iterator[CandidateMesh]:
-    """All that are worth a look, each once."""
+    """Yield all candidate meshes, each once."""
     found = itertools.chain(_of_one_pool(pools[0], bounds), _of_several(pools, bounds) if len(pools) > 1 else ())
-    # A job's ranks are counted from 0 without gaps, so what is left idle are the last devices.
+    # A job's ranks are numbered from 0 without gaps, so only the last devices can stay idle.
     usable = (
         mesh for mesh in found if (not mesh.order or max(mesh.order) < mesh.size) and bounds.size in (None, mesh.size)
     )
@@ -136,7 +141,10 @@ def _of_one_pool(pool: DevicePool, bounds: MeshBounds) -> Iterator[CandidateMesh
 
 
 def _splits(in_host: int, most: int, bounds: MeshBounds) -> list[int]:
-    """Ranks of a split are neighbours, so one that divides a host's devices never crosses hosts."""
+    """Return sizes of the split axis.
+
+    Ranks of a split are adjacent, so a split whose size divides the number of a host's devices never crosses hosts.
+    """
     most = min(most, bounds.splits)
     if (given := bounds.given("split", most)) is not None:
         return given
@@ -146,7 +154,7 @@ def _splits(in_host: int, most: int, bounds: MeshBounds) -> list[int]:
 
 
 def _stages(most: int, bounds: MeshBounds) -> list[int]:
-    """Numbers of stages of which one less would not do as well, as far as layers are alike."""
+    """Return the numbers of stages that are better than one stage less, assuming equal layers or equal units."""
     most = min(most, bounds.units)
     if (given := bounds.given("stage", most)) is not None:
         return given
@@ -160,8 +168,11 @@ def _stages(most: int, bounds: MeshBounds) -> list[int]:
 
 
 def _replicates(most: int, bounds: MeshBounds) -> list[int]:
-    """As many as there can be, and halves of that; of those with equal largest shares, the fewest. Of very many devices
-    there is no reason to leave most idle."""
+    """Return numbers of replicas: the largest possible, and repeated halves of it.
+
+    Among numbers with the same largest share, the smallest is taken. With very many devices, only one halving is tried,
+    because there is no reason to leave most of them idle.
+    """
     if (given := bounds.given("replicate", most)) is not None:
         return given
     if bounds.size is not None:
@@ -172,7 +183,7 @@ def _replicates(most: int, bounds: MeshBounds) -> list[int]:
 
 
 def fewest(parts: int, total: int) -> int:
-    """Of numbers of parts whose largest has as many of ``total`` as with ``parts``, the smallest."""
+    """Return the smallest number of parts of ``total`` whose largest part is as large as with ``parts`` parts."""
     return math.ceil(total / math.ceil(total / parts))
 
 
@@ -201,7 +212,7 @@ def _replicas_within_pools(pools: Sequence[DevicePool], bounds: MeshBounds) -> I
 
 
 def _orders(pools: Sequence[DevicePool]) -> list[tuple[DevicePool, ...]]:
-    """Of the pools along a pipeline: the largest memory first; and for few pools every other way too."""
+    """Return orders of the pools along a pipeline: the largest memory first, and all others for up to three pools."""
     by_memory = tuple(sorted(pools, key=lambda pool: -pool.device.memory))
     others = itertools.permutations(pools) if len(pools) <= 3 else ()
     return list(dict.fromkeys([by_memory, *others]))
@@ -220,14 +231,14 @@ def _stages_within_pools(pools: Sequence[DevicePool], bounds: MeshBounds) -> Ite
 
 
 def _by_stages(pools: Sequence[DevicePool], counts: Sequence[int], replicate: int, split: int) -> tuple[int, ...]:
-    """Ranks by (replica, stage, part), where stage after stage takes ``replicate x split`` ranks of its pool."""
+    """Return the ranks by (replica, stage, part); each stage takes the next ``replicate x split`` ranks of its pool."""
     along = [(pool, at) for pool, count in zip(pools, counts, strict=True) for at in range(count)]
     places = itertools.product(range(replicate), along, range(split))
     return _listed(pool.ranks[(at * replicate + replica) * split + part] for replica, (pool, at), part in places)
 
 
 def _splits_over_pools(pools: Sequence[DevicePool], bounds: MeshBounds) -> Iterator[CandidateMesh]:
-    """As many groups as can have whole devices of every pool; each has the same mixture."""
+    """Yield meshes whose splits span all pools, with the same number of devices of each pool in every split."""
     most = math.gcd(*map(len, pools))
     for groups in (count for count in range(1, most + 1) if most % count == 0):
         mixture = [len(pool) // groups for pool in pools]
@@ -251,7 +262,7 @@ def _splits_over_pools(pools: Sequence[DevicePool], bounds: MeshBounds) -> Itera
 
 
 def _listed(ranks: Iterable[int]) -> tuple[int, ...]:
-    """An order, or () where it counts up."""
+    """Return the ranks as a tuple, or () if they are 0, 1, 2, ..."""
     order = tuple(ranks)
     return () if order == tuple(range(len(order))) else order
 
@@ -260,9 +271,10 @@ def _listed(ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def find_micro_batches(samples: int) -> list[int]:
-    """Into how many parts a replica's samples may be cut: divisors, and where they are few, parts of round sizes too.
+    """Return the numbers of micro-batches to try for a replica's samples.
 
-    Of counts whose largest part is as large, the smallest.
+    The sizes are divisors of ``samples`` and, if there are few, also round numbers. Among numbers with the same largest
+    micro-batch, the smallest is taken.
     """
     sizes = {size for size in range(1, min(samples, 4096) + 1) if samples % size == 0}
     if len(sizes) > 16:
@@ -273,11 +285,11 @@ def find_micro_batches(samples: int) -> list[int]:
 
 
 def _is_round(number: int) -> bool:
-    """Powers of two, and three times those."""
+    """Return True for powers of two and three times powers of two."""
     odd = number >> ((number & -number).bit_length() - 1)
     return odd in (1, 3)
 
 
 def commonest(units: Sequence[object]) -> int:
-    """How many are of the kind there are most of; units that are alike are one object."""
+    """Return the number of units of the most common kind; equal units are one object."""
     return max(Counter(map(id, units)).values())

@@ -1,4 +1,4 @@
-"""Neighbours of a plan: one decision away, along each axis, with what makes them worse in a line."""
+"""Neighbors of a plan: plans that differ in one decision, each with the reason why it is worse."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from echelon.strategy.annotations.marks import ScheduleName
 if TYPE_CHECKING:
     from echelon.planner.plan_search.search import PlanSearch
 
-AS_QUICK = 0.005  # part of a step below which a difference is none
+AS_QUICK = 0.005  # fraction of a step's time: a smaller difference counts as none
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """``what`` is decided otherwise; ``tried``: ways to do so, of which the quickest counts."""
+    """A different decision. ``what``: its name; ``tried``: plans with that decision, of which the fastest counts."""
 
     what: str
     tried: Callable[[], Iterable[PlanChoice]]
 
 
 def neighbours(hunt: PlanSearch, best: PlanChoice) -> Iterator[RejectedPlan]:
-    """Those that there are, each once."""
+    """Yield the neighbors of the best plan, each once."""
     shape = hunt.shape_of(best.draft)
     seen = {best.draft}
     for neighbour in _around(hunt, best, shape):
@@ -50,7 +50,7 @@ def rejected(hunt: PlanSearch, best: PlanChoice, other: PlanChoice, what: str) -
 
 
 def _quickest(choices: Iterable[PlanChoice]) -> PlanChoice | None:
-    """The quickest that fits; where none does, the one that lacks least."""
+    """Return the fastest plan that fits; if none fits, the one that exceeds its memory least."""
     ways = list(choices)
     fitting = [choice for choice in ways if choice.prediction.fits]
     return min(fitting, key=lambda choice: choice.seconds) if fitting else min(ways, key=lack, default=None)
@@ -85,7 +85,10 @@ def _axis_words(axis: str, size: int) -> str:
 
 
 def _on_axis(hunt: PlanSearch, shape: PlanShape, axis: str, size: int) -> Iterator[PlanChoice]:
-    """The best that was found so; and on meshes that share another axis with the plan's, what is most like it."""
+    """Yield plans with another size of one axis.
+
+    These are the plans that the search found, and similar plans on meshes that share another axis with the plan's mesh.
+    """
     old = shape.mesh
     yield from (choice for choice in hunt.found if getattr(choice.draft, axis) == size)
     for mesh in _meshes(hunt, axis, size):
@@ -102,7 +105,7 @@ def _on_axis(hunt: PlanSearch, shape: PlanShape, axis: str, size: int) -> Iterat
 
 
 def _replicas(hunt: PlanSearch, shape: PlanShape, replicate: int) -> Iterator[PlanChoice]:
-    """Fewer of them, each as it is."""
+    """Yield plans with another number of replicas, on otherwise equal meshes."""
     sizes = {"replicate": replicate, "stage": shape.mesh.stage, "split": shape.mesh.split}
     for mesh in hunt.meshes(beyond_host=True, fixed=sizes):
         shard = shape.shard if replicate > 1 else 0
@@ -115,7 +118,7 @@ def _meshes(hunt: PlanSearch, axis: str, size: int) -> Iterator[CandidateMesh]:
 
 
 def _near(counts: list[int], batch: int, mesh: CandidateMesh, shape: PlanShape) -> list[int]:
-    """Numbers of micro-batches that leave them about as large as they were, or the plan's number of them."""
+    """Return numbers of micro-batches near the plan's number, and near the one that keeps their size."""
     wanted = shape.micro_batches * shape.mesh.replicate / mesh.replicate
     by_size = sorted(counts, key=lambda count: abs(count - wanted))[:2]
     by_count = sorted(counts, key=lambda count: abs(count - shape.micro_batches))[:1]
@@ -129,7 +132,7 @@ def _beside(counts: list[int], count: int) -> list[int]:
 
 
 def _other_schedules(hunt: PlanSearch, shape: PlanShape) -> list[tuple[ScheduleName | None, int]]:
-    """Of those with several stages a rank, the one that is nearest."""
+    """Return the other schedules; of those with several stages per rank, only the nearest."""
     found = [pair for pair in hunt.means.schedules(shape.mesh) if pair != (shape.schedule, shape.chunks)]
     several = sorted((pair for pair in found if pair[1] > 1), key=lambda pair: abs(pair[1] - shape.chunks))[:1]
     return [pair for pair in found if pair[1] == 1] + list(several)
@@ -153,15 +156,15 @@ def _sharding(hunt: PlanSearch, shape: PlanShape) -> Iterator[Neighbour]:
 
 
 def _made(hunt: PlanSearch, shape: PlanShape) -> list[PlanChoice]:
-    """What fits of this shape, or what would be with everything recomputed."""
+    """Return the plans of this shape that fit, or the one with recompute everywhere if none fits."""
     return hunt.tailor.fitting(shape) or [hunt.tailor.draft(shape, hunt.fixed.get("recompute", (True,) * shape.stages))]
 
 
-# ---- in words ----
+# ---- reasons as text ----
 
 
 def describe_overflow(prediction: Prediction) -> str:
-    """``stage 0 needs 93 of 80 GB``."""
+    """Return a line such as ``stage 0 needs 93 of 80 GB``."""
     rank = max(range(len(prediction.memory)), key=lambda at: _part(prediction.memory[at]))
     memory = prediction.memory[rank]
     who = f"stage {rank}" if len(prediction.memory) > 1 else "a device"
@@ -173,7 +176,7 @@ def _part(memory: PredictedMemory) -> float:
 
 
 def of_limit(memory: PredictedMemory) -> str:
-    """``93 of 80 GB``; digits enough to see the difference."""
+    """Return text such as ``93 of 80 GB``, with enough digits to show the difference."""
     unit, scale = next((unit, scale) for unit, scale in _UNITS if memory.limit >= scale or scale == 1)
     digits = 0 if abs(memory.total - memory.limit) >= scale and memory.limit >= 10 * scale else 2
     return f"{memory.total / scale:.{digits}f} of {memory.limit / scale:.{digits}f} {unit}"
@@ -183,7 +186,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
 
 
 def why(best: PlanChoice, other: PlanChoice, cluster: Cluster) -> str:
-    """The part of the step that grew most; where none did, what else is worse."""
+    """Return the reason why the other plan is worse: the part of the step that grew most, or memory or complexity."""
     if other.seconds <= best.seconds * (1 + AS_QUICK):
         return _as_quick(best, other)
     grown = {part: seconds - best.prediction.parts[part] for part, seconds in other.prediction.parts.items()}

@@ -1,6 +1,6 @@
-"""Which shapes a plan may have on a mesh: micro-batches, schedules, what replicas exchange. Only what the runtime runs.
+"""Enumeration of the plan shapes on a mesh that the runtime supports: micro-batches, schedules, sharding, compression.
 
-The rules are those of strategy/combine.py seen from the other side: what is refused there is not proposed here.
+The rules match those of strategy/combine.py: combinations that it refuses are not proposed here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from echelon.planner.plan_search.meshes import CandidateMesh, find_micro_batches
 from echelon.strategy.annotations.marks import ScheduleName
 
 Amp = Literal["bf16", "fp16"]
-Flags = tuple[bool, ...]  #: for each stage, whether it recomputes
+Flags = tuple[bool, ...]  #: for each stage, True if it recomputes
 
-#: Means that change the numbers, if ever so little. They are used only where a user allows them.
+#: Techniques that change numerical results. They are used only if the user allows them.
 APPROXIMATE = ("amp", "fp16_allreduce", "dgc", "localsgd")
 
-MOST_CHUNKS = 4  # stages a rank: more of them bring little and send more
+MOST_CHUNKS = 4  # stages per rank: more of them gain little and send more
 
 
 @dataclass(frozen=True)
 class PlanShape:
-    """A plan, less what follows from it: cuts, recomputing, shares and widths."""
+    """A plan without the fields that are derived from its shape: cuts, recompute, shares and widths."""
 
     mesh: CandidateMesh
     micro_batches: int = 1
@@ -46,7 +46,7 @@ class PlanShape:
 
     @property
     def marked(self) -> bool:
-        """Whether replicas are more than whole models on one device."""
+        """True if the plan uses stages, splits or micro-batches."""
         return self.mesh.stage > 1 or self.mesh.split > 1 or self.micro_batches > 1
 
     def replaced(self, **changes: Any) -> PlanShape:
@@ -55,9 +55,11 @@ class PlanShape:
 
 @dataclass(frozen=True)
 class AllowedTechniques:
-    """What a plan may use.
+    """The techniques that a plan may use.
 
-    amps:  with which arithmetic, the quickest first
+    units: number of units of the model
+    amps:  amp settings, the fastest first
+    allow: techniques of APPROXIMATE that are allowed
     fixed: fields of a Draft that are given
     """
 
@@ -68,14 +70,14 @@ class AllowedTechniques:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def micro_batches(self, mesh: CandidateMesh, batch: int) -> list[int]:
-        """How many there may be. A pipeline of one is a way to wait."""
+        """Return the possible numbers of micro-batches; a pipeline needs more than one, if the batch allows."""
         found = find_micro_batches(math.ceil(batch / mesh.replicate))
         return self._given(
             "micro_batches", [count for count in found if count > 1] or found if mesh.stage > 1 else found
         )
 
     def shapes(self, mesh: CandidateMesh, micro_batches: int) -> Iterator[PlanShape]:
-        """All of them, with the quickest arithmetic. The usual schedule comes first."""
+        """Yield all shapes with the fastest amp setting. The default schedule comes first."""
         for schedule, chunks in self.schedules(mesh):
             compiled = self.fixed.get("compile", False)
             plain = PlanShape(mesh, micro_batches, schedule, chunks, amp=self.amps[0], compile=compiled)
@@ -83,7 +85,7 @@ class AllowedTechniques:
                 yield plain.replaced(**exchange)
 
     def schedules(self, mesh: CandidateMesh) -> list[tuple[ScheduleName | None, int]]:
-        """With the number of stages a rank."""
+        """Return the possible schedules, each with its number of stages per rank."""
         if mesh.stage == 1:
             return [(None, 1)] if self.fixed.get("chunks", 1) == 1 else []
         single: list[tuple[ScheduleName | None, int]] = [("1f1b", 1), ("zero-bubble", 1), ("gpipe", 1)]
@@ -94,7 +96,10 @@ class AllowedTechniques:
         return [(name, chunks) for name, chunks in found if name in names and chunks in counts]
 
     def exchanges(self, shape: PlanShape) -> Iterator[dict[str, Any]]:
-        """What replicas may share out and send. Level 2 differs from 1 only with merged steps, which no plan has."""
+        """Yield the possible combinations of sharding level, wire dtype and approximation between replicas.
+
+        Level 2 is proposed only if given: it differs from level 1 only with gradient merging, which no plan has.
+        """
         allowed = [
             {"shard": shard, "wire": wire, "approximate": approximate}
             for shard in ((0, 1, 3) if self.fixed.get("shard") != 2 else (2,))
@@ -129,21 +134,21 @@ class AllowedTechniques:
 
 
 def combines(marked: bool, shard: int, wire: str | None, approximate: str | None, optimizer: str) -> bool:
-    """Whether the runtime takes them together; ``marked``: with stages, splits or micro-batches."""
+    """Return True if the runtime supports the combination; ``marked``: with stages, splits or micro-batches."""
     if shard and (wire or approximate):
         return False
     if approximate and (marked or wire):
         return False
-    return approximate != "dgc" or optimizer in ("sgd", "momentum")  # it is momentum SGD that it compresses
+    return approximate != "dgc" or optimizer in ("sgd", "momentum")  # DGC includes the momentum of SGD
 
 
 def amp_of(cluster: Cluster) -> Amp:
-    """The 16 bits that all devices compute in quickly; bf16 needs no loss scale."""
+    """Return the 16-bit dtype that is fast on all devices; bf16 is preferred because it needs no loss scale."""
     return "bf16" if all("bfloat16" in device.peak for device in cluster.kinds) else "fp16"
 
 
 def mechanisms(draft: Draft) -> int:
-    """How much a plan uses beside plain replicas: of two that are as quick, the one with less is better."""
+    """Return the complexity of a plan beyond plain replicas: of two equally fast plans, the simpler one is better."""
     order = ("1f1b", "gpipe", "zero-bubble", "interleaved")
     axes = [draft.stage > 1, draft.split > 1, draft.micro_batches > 1]
     recomputes = [any(draft.recompute), len(set(draft.recompute)) > 1]

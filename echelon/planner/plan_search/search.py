@@ -1,8 +1,8 @@
-"""search: the quickest plans that fit. Every mesh that is worth a look, the best by closed forms, those by simulation.
+"""Search for the fastest plans that fit: candidates are ranked by closed forms, the best of them by simulation.
 
-Groups of plans (a mesh and a number of micro-batches) are looked at in the order of what they take at least: all
-arithmetic shared out evenly, and a pipeline's unavoidable idle time. It ends where that is more than what plans take
-that were found already.
+Groups of plans (a mesh and a number of micro-batches) are visited in order of a lower bound on their time: all compute
+distributed evenly, and a pipeline's unavoidable idle time. The search ends when the bound exceeds the times of plans
+that were already found (branch and bound).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from echelon.planner.plan_search.search_result import HelpfulTechnique, PlanChoi
 __all__ = ["HelpfulTechnique", "PlanChoice", "RejectedPlan", "SearchResult", "search"]
 
 FINALISTS = 12
-LEAST_SHAPES = 12  # as many different shapes are found before a bound ends the search
-EXHAUSTIVE = 4000  # up to so many shapes, every one of them is looked at
-MOST_DRAFTS, MOST_CHECKS = 6000, 6000  # timed, and looked at for memory: then it is enough, whatever the bounds say
-CLOSE = 1.2  # times the quicker arithmetic: what is slower on one device is so in every plan
-NEAR = 1.25  # times the quickest: what closed forms may be wrong about
-FEW_ACTIONS = 500  # of a schedule that is simulated again and again
-MOST_ACTIONS = 250_000  # of schedules that are simulated for one answer
-NOTHING = 0.005  # part of a step's time: a difference not worth a word
-TIE = 0.02  # part of a step's time below which two plans are as quick: predictions are not that exact
+LEAST_SHAPES = 12  # number of different shapes to find before a bound may end the search
+EXHAUSTIVE = 4000  # up to this many shapes, all of them are tried
+MOST_DRAFTS, MOST_CHECKS = 6000, 6000  # largest numbers of time predictions and of memory predictions in a search
+CLOSE = 1.2  # times the faster amp setting: one that is slower than this on one device is slower in every plan
+NEAR = 1.25  # times the fastest plan: the error of the closed forms
+FEW_ACTIONS = 500  # largest number of actions of a schedule that is simulated repeatedly
+MOST_ACTIONS = 250_000  # largest number of simulated actions in a search
+NOTHING = 0.005  # fraction of a step's time: a smaller difference is ignored
+TIE = 0.02  # fraction of a step's time below which two plans count as equally fast: the accuracy of predictions
 
 
 def search(
@@ -62,13 +62,13 @@ def search(
     fixed: Mapping[str, object] | None = None,
     devices: int | None = None,
 ) -> SearchResult:
-    """The best plans for ``batch`` samples a step.
+    """Search for the best plans for ``batch`` samples per step.
 
-    allow:   means that change the numbers: "amp", "fp16_allreduce", "dgc", "localsgd"
-    memory:  bytes a device may use, where that is not what the cluster says
-    keep:    so many plans at most
+    allow:   allowed techniques that change numerical results: "amp", "fp16_allreduce", "dgc", "localsgd"
+    memory:  bytes that training may use on each device; default: those of the cluster
+    keep:    largest number of plans in the result; default 10
     fixed:   fields of a Draft that every plan must have: ``{"split": 2}``
-    devices: plans for exactly so many, the first ones; otherwise some may stay idle
+    devices: exact number of devices of a plan, the first ones of the cluster; default: any, some may stay idle
     """
     begin = time.perf_counter()
     if batch < 1:
@@ -81,7 +81,7 @@ def search(
 
 
 def with_memory_limit(cluster: Cluster, memory: float | None) -> Cluster:
-    """With so many bytes on every device."""
+    """Return the cluster with ``memory`` bytes on every device, or unchanged if it is None."""
     if memory is None:
         return cluster
     if memory <= 0:
@@ -98,7 +98,7 @@ def with_memory_limit(cluster: Cluster, memory: float | None) -> Cluster:
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """Plans on one mesh with one number of micro-batches; none takes less than ``bound`` seconds."""
+    """The plans on one mesh with one number of micro-batches; ``bound``: lower bound on their time in seconds."""
 
     bound: float
     mesh: CandidateMesh
@@ -106,7 +106,7 @@ class PlanGroup:
 
 
 class PlanSearch:
-    """One search."""
+    """The state of one search."""
 
     def __init__(
         self,
@@ -142,7 +142,8 @@ class PlanSearch:
         self.look(beyond_host=False)
         if self.found:
             best, rejected = self.settled()
-        if not self.found or best[0].draft.split > self.in_host:  # where one such plan is quicker, others may be too
+        # If a neighbor with a split over several hosts is the best plan, others of that kind may be faster still.
+        if not self.found or best[0].draft.split > self.in_host:
             self.look(beyond_host=True)
             if not self.found:
                 return SearchResult((), (), self.tailor.made, 0.0, nearest=nearest_plan(self))
@@ -153,7 +154,10 @@ class PlanSearch:
         )
 
     def settled(self) -> tuple[list[PlanChoice], tuple[RejectedPlan, ...]]:
-        """Of what was found the best, with what lies around the very best; where that is better, it takes its place."""
+        """Return the best plans and the neighbors of the first one.
+
+        If a neighbor is better, it becomes the best plan, and its own neighbors are examined.
+        """
         from echelon.planner.plan_search.neighbours import neighbours
 
         best = self.ranked(self.finalists())
@@ -172,10 +176,12 @@ class PlanSearch:
     # ---- looking ----
 
     def look(self, beyond_host: bool) -> None:
-        """Fill ``found`` with plans that fit, the quickest first, as closed forms have it.
+        """Fill ``found`` with plans that fit, the fastest first according to closed forms.
 
-        What is waiting is ordered by the least time it can take. Whatever does not fit leaves others in its place that
-        take longer; so the first that fits is the best, and memory is looked at only where time is worth it.
+        The heap is ordered by the least possible time. An attempt that does not fit is replaced by attempts that take
+        longer, so the first plan that fits is the best, and memory is computed only for plans that are fast enough.
+
+        beyond_host: True to include splits over several hosts
         """
         for group in self.groups(beyond_host):
             self._wait(group.bound, group)
@@ -194,7 +200,7 @@ class PlanSearch:
         heapq.heappush(self._waiting, (seconds, next(self._counter), item))
 
     def _open(self, group: PlanGroup, exhaustive: bool) -> None:
-        """All shapes of it; where they are many, those with the usual schedule to begin with."""
+        """Add the shapes of a group to the heap; if the search is not exhaustive, only the initial ones."""
         if not self.may_fit(group.mesh):
             return
         shapes = list(self.means.shapes(group.mesh, group.micro_batches))
@@ -203,16 +209,20 @@ class PlanSearch:
             self._wait(attempt.timed.seconds, attempt)
 
     def _to_begin_with(self, shapes: Sequence[PlanShape]) -> list[PlanShape]:
-        """Of those with the usual schedule the ones that may fit. In a pipeline, where shard 3 gathers for every
-        micro-batch, it is for what does not fit otherwise."""
+        """Return the shapes with the default schedule that may fit.
+
+        In a pipeline, shard 3 gathers for every micro-batch, so it is used only if nothing else may fit.
+        """
         usual = [shape for shape in shapes if (shape.schedule, shape.chunks) == (shapes[0].schedule, shapes[0].chunks)]
         last = [shape for shape in usual if shape.shard == 3 and shape.stages > 1]
         begin = [shape for shape in usual if shape not in last and self._is_small_enough(shape)]
         return begin or [shape for shape in last if self._is_small_enough(shape)]
 
     def _is_small_enough(self, shape: PlanShape) -> bool:
-        """Whether micro-batches are no larger than what may fit. The number of them from which on they do is found by
-        halving."""
+        """Return True if the shape's micro-batches are small enough that it may fit.
+
+        The smallest sufficient number of micro-batches is found by bisection.
+        """
         key = (shape.mesh.key, shape.shard, shape.wire, shape.approximate)
         if key not in self._least_counts:
             counts = self.means.micro_batches(shape.mesh, self.batch)
@@ -240,7 +250,7 @@ class PlanSearch:
         self._best[outline] = min(choice.seconds, self._best.get(outline, choice.seconds))
 
     def _worth(self) -> float:
-        """What is slower than this is not worth a look: so many shapes are better already."""
+        """Return the time above which plans are not worth trying, because LEAST_SHAPES shapes are already faster."""
         times = sorted(self._best.values())
         return times[LEAST_SHAPES - 1] if len(times) >= LEAST_SHAPES else float("inf")
 
@@ -256,7 +266,7 @@ class PlanSearch:
         return find_meshes(find_pools(self.cluster, self.devices), bounds)
 
     def _bound(self, mesh: CandidateMesh, micro_batches: int) -> float:
-        """All arithmetic shared out evenly, and of the idle time in a pipeline what the best schedule leaves."""
+        """Return a lower bound on the seconds: evenly distributed compute, and the least idle time of a pipeline."""
         shape = PlanShape(mesh, micro_batches, amp=self.means.amps[0])
         kinds = {device.name: self.tailor.least_seconds(shape, device) for device in mesh.stages}
         replicas = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.replicas)
@@ -266,7 +276,7 @@ class PlanSearch:
         return 0.9 * (working + (mesh.stage - 1) * self.tailor.samples(shape) / rate / 4)
 
     def may_fit(self, mesh: CandidateMesh) -> bool:
-        """Whether the plan on this mesh that takes the least memory fits, as far as can be told at a glance."""
+        """Return True if the plan with the least memory on this mesh fits, by a quick check."""
         if mesh.key not in self._frugal:
             self._frugal[mesh.key] = any(map(self.tailor.may_fit, self._frugal_shapes(mesh)))
         return self._frugal[mesh.key]
@@ -276,7 +286,7 @@ class PlanSearch:
         return self.may_fit(mesh) and any(self.tailor.fitting(shape) for shape in shapes)
 
     def _frugal_shapes(self, mesh: CandidateMesh) -> Iterator[PlanShape]:
-        """Small micro-batches, everything shared out."""
+        """Yield the shapes with the least memory: the smallest micro-batches, and the highest levels of sharding."""
         counts, schedules = self.means.micro_batches(mesh, self.batch), self.means.schedules(mesh)
         for schedule, chunks in schedules[:1]:
             plain = PlanShape(mesh, counts[-1], schedule, chunks, amp=self.means.amps[0])
@@ -287,8 +297,10 @@ class PlanSearch:
     # ---- choosing ----
 
     def finalists(self) -> list[PlanChoice]:
-        """The best of different shapes, and all that are nearly as quick; with other arithmetic too, each cut as well
-        as can be."""
+        """Return the best plan of each shape and all nearly as fast plans, with polished cuts.
+
+        Each plan is also tried with the other amp settings.
+        """
         quickest = sorted(self.found, key=lambda choice: choice.seconds)
         best: dict[object, PlanChoice] = {}
         for choice in quickest:
@@ -302,7 +314,7 @@ class PlanSearch:
         return sorted((self.polished(choice) for choice in chosen), key=lambda choice: choice.seconds)
 
     def polished(self, choice: PlanChoice) -> PlanChoice:
-        """With cuts moved by a unit where that helps: what travels between stages, cuts do not know."""
+        """Move cuts by one unit if that helps, because the partition does not consider transfers between stages."""
         if "cuts" in self.fixed or not 1 < choice.draft.stages <= 16:
             return choice
         choice = self.timed(choice)
@@ -316,11 +328,11 @@ class PlanSearch:
         return choice
 
     def timed(self, choice: PlanChoice) -> PlanChoice:
-        """Simulated, where that takes a moment."""
+        """Return the choice with simulated time if its schedule is short, otherwise unchanged."""
         return self.exactly(choice) if _actions(choice.draft) <= FEW_ACTIONS else choice
 
     def ranked(self, choices: Sequence[PlanChoice]) -> list[PlanChoice]:
-        """Simulated, the quickest first; where several are as quick, the simplest of them."""
+        """Simulate the choices and sort them by time; the first is the simplest of those that are equally fast."""
         simulated: list[PlanChoice] = []
         actions = 0
         for choice in choices:
@@ -328,7 +340,7 @@ class PlanSearch:
             if actions > MOST_ACTIONS and simulated:
                 break
             simulated.append(self.exactly(choice))
-        others = choices[len(simulated) :]  # too long to simulate: closed forms stand
+        others = choices[len(simulated) :]  # too long to simulate: they keep the times of closed forms
         simulated.sort(key=lambda choice: choice.seconds)
         as_quick = [choice for choice in simulated if choice.seconds <= simulated[0].seconds * (1 + TIE)]
         first = min(as_quick, key=lambda choice: (mechanisms(choice.draft), choice.draft.ranks, choice.seconds))
@@ -344,36 +356,39 @@ class PlanSearch:
         return PlanChoice(choice.draft, self.costs.predict(choice.draft, simulate=True))
 
     def alike(self, best: PlanChoice, other: PlanChoice) -> tuple[PlanChoice, PlanChoice]:
-        """Both simulated, or where that is too much, both by closed forms."""
+        """Return both choices with comparable times: both simulated or, for long schedules, both by closed forms."""
         if max(_actions(best.draft), _actions(other.draft)) <= MOST_ACTIONS // 10:
             return best, self.exactly(other)
         return self.tailor.predicted(best.draft), other
 
     def shape_of(self, draft: Draft) -> PlanShape:
-        """Whose mesh has the devices it was found with."""
+        """Return the shape of a draft, with the mesh that the draft was made from."""
         sizes = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
         meshes = self.meshes(beyond_host=True, fixed=sizes)
         mesh = next(mesh for mesh in meshes if mesh.order == draft.order and bool(mesh.parts) == bool(draft.widths))
         same = ("micro_batches", "schedule", "chunks", "shard", "amp", "wire", "approximate", "compile")
         return PlanShape(mesh, **{name: getattr(draft, name) for name in same})
 
-    # ---- where nothing fits ----
+    # ---- if no plan fits ----
 
     def elsewhere(self, cluster: Cluster) -> PlanSearch:
         return PlanSearch(self.profile, cluster, self.batch, self.allow, self.optimizer, self.system, self.fixed)
 
     def largest_meshes(self) -> Iterator[CandidateMesh]:
-        """For each number of stages and width of a split, the one with most replicas."""
+        """Yield, for each number of stages and size of the split, the mesh with the most replicas.
+
+        With several kinds of hosts, all meshes are yielded.
+        """
         seen: set[tuple[int, int]] = set()
         for mesh in self.meshes(beyond_host=True):
             if (mesh.stage, mesh.split) not in seen or len(self.cluster.hosts) > 1:
                 seen.add((mesh.stage, mesh.split))
                 yield mesh
 
-    # ---- what else there is to say ----
+    # ---- notes ----
 
     def would_help(self, best: PlanChoice) -> Iterator[HelpfulTechnique]:
-        """What the means that were not allowed would bring to the best plan."""
+        """Yield the techniques that were not allowed and would make the best plan faster."""
         for name in APPROXIMATE:
             draft = None if name in self.allow else self._with(best.draft, name)
             if draft is None or draft == best.draft:
@@ -384,7 +399,7 @@ class PlanSearch:
                 yield HelpfulTechnique(name, draft, choice.prediction, change)
 
     def _with(self, draft: Draft, name: str) -> Draft | None:
-        """The plan with this means too, where they go together."""
+        """Return the plan with this technique added, or None if they cannot be combined."""
         if name == "amp":
             return None if draft.amp else draft.replaced(amp=amp_of(self.cluster))
         if draft.replicate == 1 or draft.wire or draft.approximate:
@@ -404,7 +419,7 @@ class PlanSearch:
             yield f"{idle} of {there} devices stay idle: with them a step would take longer or as long"
 
     def _amps(self) -> tuple[Any, ...]:
-        """The arithmetic that plans may use, the quickest first."""
+        """Return the amp settings that plans may use, the fastest first."""
         if "amp" in self.fixed:
             return (self.fixed["amp"],)
         if "amp" not in self.allow:
@@ -420,13 +435,13 @@ class PlanSearch:
 
 
 def _is_better(neighbour: RejectedPlan, best: PlanChoice) -> bool:
-    """Quicker, and where it takes more to do, by more than predictions can be wrong about."""
+    """Return True if the neighbor is faster; a more complex one must be faster by more than the prediction error."""
     more = mechanisms(neighbour.draft) > mechanisms(best.draft)
     return neighbour.against is not None and neighbour.against < -(TIE if more else NOTHING)
 
 
 def _outline(draft: Draft) -> tuple[object, ...]:
-    """What makes plans different enough to be shown side by side."""
+    """Return a key that differs for plans that are different enough to be listed separately."""
     kinds = (bool(draft.shares), bool(draft.widths), draft.order)
     return (
         draft.replicate,
@@ -441,8 +456,10 @@ def _outline(draft: Draft) -> tuple[object, ...]:
 
 
 def _actions(draft: Draft) -> int:
-    """Of the schedule, as far as it is simulated: some rounds, then it repeats itself; with and without transfers, for
-    replicas of each size."""
+    """Estimate the number of actions to simulate: some rounds of the schedule, twice, for replicas of each size.
+
+    A long schedule is periodic, so only some of its rounds are simulated.
+    """
     if draft.stages == 1:
         return 0
     short = min(draft.micro_batches, 8 * draft.stage)

@@ -1,4 +1,4 @@
-"""Answer: what a search has found. The best plans, their neighbours, and what else would help; or why none fits."""
+"""Result of a search: the best plans, their neighbors and techniques that would help, or the reason why none fits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.plan.prediction import Prediction
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """A plan that fits, and what is foretold of it."""
+    """A plan and its prediction."""
 
     draft: Draft
     prediction: Prediction
@@ -22,11 +22,11 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class RejectedPlan:
-    """One decision away from the best plan, and why it is not taken.
+    """A plan that differs from the best one in one decision, and the reason why it is worse.
 
     reason:     ``all-reduce crosses hosts``, ``stage 0 needs 93 of 80 GB``
     what:       the decision: ``split 8``, ``no recompute``
-    against:    seconds against the best plan's: 0.14 is 14% more; None where it does not fit
+    against:    relative difference to the best plan's seconds: 0.14 is 14% more; None if the plan does not fit
     """
 
     draft: Draft
@@ -36,14 +36,14 @@ class RejectedPlan:
     against: float | None = None
 
     def __str__(self) -> str:
-        """``split 8: +14%, all-reduce crosses hosts``."""
+        """Return a line such as ``split 8: +14%, all-reduce crosses hosts``."""
         change = "" if self.against is None else f"{self.against:+.0%}"
         return f"{self.what}: {', '.join(word for word in (change, self.reason) if word)}"
 
 
 @dataclass(frozen=True)
 class HelpfulTechnique:
-    """A means that was not allowed, and what it would bring: ``against`` -0.41 is 41% less time."""
+    """A technique that was not allowed, and its effect: ``against`` of -0.41 is 41% less time."""
 
     name: str
     draft: Draft
@@ -56,9 +56,9 @@ class HelpfulTechnique:
 
 @dataclass(frozen=True)
 class NearestPlan:
-    """Where nothing fits: the plan that lacks least.
+    """The plan that exceeds its memory least, if no plan fits.
 
-    reason: which stage lacks how much, and what would do
+    reason: text with the stage, its memory and limit, and the hardware that would suffice
     """
 
     draft: Draft
@@ -68,11 +68,14 @@ class NearestPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best:       plans that fit, the quickest first; empty where none does, and then there is ``nearest``
-    rejected:   neighbours of the best
-    considered: how many drafts were looked at
-    seconds:    how long that took
-    notes:      what a user should know of the choice, one line each: devices left idle
+    """The result of a search.
+
+    best:       plans that fit, the fastest first; empty if none fits, then ``nearest`` is set
+    rejected:   neighbors of the best plan
+    considered: number of drafts that were predicted
+    seconds:    duration of the search
+    would_help: techniques that were not allowed and would make the best plan faster
+    notes:      remarks for the user, one line each, such as idle devices
     """
 
     best: tuple[PlanChoice, ...]

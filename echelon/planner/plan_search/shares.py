@@ -1,4 +1,4 @@
-"""Uneven shares for devices of different speed: by speed, under the memory limit (Jia et al. 2022, Whale)."""
+"""Uneven batch shares for devices of different speeds, within memory limits (Jia et al. 2022, Whale)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 
 def share_out(total: int, speeds: Sequence[float], most: Sequence[float] | None = None) -> tuple[int, ...] | None:
-    """``total`` samples over parts of such ``speeds``: whole numbers, none above ``most``, with the part that takes
-    longest as quick as can be. None where they cannot hold so many.
+    """Distribute ``total`` samples over parts in whole numbers so that the slowest part takes the least time.
 
-    What a full part cannot take goes to the others, again by speed.
+    Samples that a full part cannot take go to the others, in proportion to their speeds. The result is None if the
+    parts cannot hold ``total`` samples.
+
+    speeds: samples per second of each part
+    most:   largest number of samples of each part; default: no limit
     """
     limits = [math.inf] * len(speeds) if most is None else [math.floor(limit + 1e-9) for limit in most]
     if sum(limits) < total:
@@ -29,7 +32,7 @@ def share_out(total: int, speeds: Sequence[float], most: Sequence[float] | None 
 
 
 def _below(total: int, speeds: Sequence[float], limits: Sequence[float]) -> list[int]:
-    """The share of each by speed and limit, in whole samples and never too many; a few are left to give."""
+    """Return shares by speed and limit, rounded down so that a few samples remain to be distributed."""
     open_parts, left = set(range(len(speeds))), float(total)
     counts = [0] * len(speeds)
     while open_parts:

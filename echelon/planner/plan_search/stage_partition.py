@@ -1,9 +1,9 @@
-"""Where a model is cut into stages: so that the slowest is as quick as can be and none holds more than its device.
+"""Partition of a model into stages, so that the slowest stage takes the least time and every stage fits in memory.
 
-Stages are runs of units. What a stage costs and holds grows with every unit, so for a given slowest stage it is right
-to let every stage take as many units as it may; a bisection finds the smallest slowest one for which they suffice. That
-takes stages x log(units) for each guess, where tables of all (stage, unit) pairs would take stages x units^2. Where a
-single unit is too much for some stage, and only there, all places that stages may end at are gone through.
+Stages are runs of consecutive units. Time and memory of a stage grow with every unit, so for a given limit on the
+slowest stage it is optimal to let every stage take as many units as possible; a bisection finds the smallest limit for
+which all units are taken. Each guess takes stages x log(units) steps, where tables of all (stage, unit) pairs would
+take stages x units^2. Only if a single unit is too much for some stage are all possible stage ends enumerated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Sums = tuple[float, ...]  #: of the first i units, for every i from none to all
+Sums = tuple[float, ...]  #: running sums: entry i is the sum over the first i units, from 0 to all
 
 
 def sums(values: Sequence[float]) -> Sums:
@@ -23,18 +23,19 @@ def sums(values: Sequence[float]) -> Sums:
 
 @dataclass(frozen=True)
 class StageMemoryLimits:
-    """What stages may hold: ``held[stage]`` are Sums of bytes, of which the stage may have ``limits[stage]``."""
+    """Memory limits of stages: ``held[stage]`` are Sums of the units' bytes, ``limits[stage]`` the bytes allowed."""
 
     held: Sequence[Sums]
     limits: Sequence[float]
 
 
 def cut(seconds: Sequence[Sums], room: StageMemoryLimits | None = None) -> tuple[int, ...] | None:
-    """First unit of every stage but the first; None where there is no cut within ``room``.
+    """Return the first unit of every stage but the first; None if no cut is within ``room``.
 
-    Of cuts with as quick a slowest stage, one with the others nearly even.
+    Among cuts with an equally fast slowest stage, one with nearly even other stages is chosen.
 
-    seconds: for every stage, Sums of its units' time on the device that this stage is on
+    seconds: for every stage, Sums of the units' time on the device of this stage
+    room:    memory limits; default: none
     """
     fill = _Fill(seconds, room)
     slowest = fill.quickest()
@@ -42,7 +43,7 @@ def cut(seconds: Sequence[Sums], room: StageMemoryLimits | None = None) -> tuple
 
 
 def slowest(seconds: Sequence[Sums], cuts: Sequence[int]) -> float:
-    """Time of the slowest stage."""
+    """Return the time of the slowest stage."""
     ends = [*cuts, len(seconds[0]) - 1]
     return max(sums[end] - sums[first] for sums, first, end in zip(seconds, [0, *cuts], ends, strict=True))
 
@@ -53,12 +54,12 @@ class _Fill:
         self.stages, self.units = len(seconds), len(seconds[0]) - 1
         alone = [[after - before for before, after in itertools.pairwise(row)] for row in _different(seconds)]
         self.hardest = max(map(max, alone))
-        self.least = max(map(min, zip(*alone, strict=True)))  # the slowest unit has to be somewhere
+        self.least = max(map(min, zip(*alone, strict=True)))  # some stage must run the slowest unit
         held = zip(room.held, room.limits, strict=True) if room else ()
         self.crammed = any(_largest(row) > limit for row, limit in held)
 
     def quickest(self) -> float | None:
-        """The least time of a slowest stage, to the last digits of a float."""
+        """Return the least possible time of the slowest stage, up to a relative error of 1e-9; None if none fits."""
         if self.units < self.stages:
             return None
         high = max(sums[-1] for sums in self.seconds)
@@ -71,14 +72,15 @@ class _Fill:
                 low = middle
                 continue
             high = min(middle, slowest(self.seconds, self.evenly(middle)))
-            if self.ends(high * (1 - 1e-9)) is None:  # there is nothing between this and the next better one
+            if self.ends(high * (1 - 1e-9)) is None:  # ``high`` is the optimum
                 break
         return high
 
     def ends(self, most: float) -> list[Sequence[int]] | None:
-        """Where the first 0, 1, 2, ... stages can end, each within ``most``; None where the last cannot end at the end.
+        """Return the units at which the first 0, 1, 2, ... stages can end if each takes at most ``most`` seconds.
 
-        Where every stage can take any single unit, that is anywhere up to where they take as much as they can.
+        If every stage can take any single unit, a stage can end anywhere up to the end of the greedy partition. The
+        result is None if the stages cannot take all units.
         """
         if most < self.least * (1 - 1e-12):
             return None
@@ -110,7 +112,7 @@ class _Fill:
         return min(end, bisect_right(held, (held[first] + self.room.limits[stage]) * (1 + 1e-12)) - 1)
 
     def evenly(self, most: float) -> tuple[int, ...]:
-        """Of all cuts with no stage above ``most``, one with the rest shared out evenly, from the last stage back."""
+        """Return a cut with no stage above ``most`` and units distributed evenly, from the last stage back."""
         most *= 1 + 1e-9
         ends = self.ends(most)
         assert ends is not None
@@ -119,7 +121,7 @@ class _Fill:
         for stage in range(self.stages - 1, 0, -1):
             sums, places = self.seconds[stage], ends[stage]
             wanted = sums[end] * stage / (stage + 1)
-            first = bisect_right(sums, wanted + 1e-9 * most) - 1  # earlier stages hold more: rather let them be short
+            first = bisect_right(sums, wanted + 1e-9 * most) - 1  # round down: earlier stages hold more activations
             at = max(0, min(bisect_right(places, min(first, end - 1)) - 1, len(places) - 1))
             while self.furthest(stage, places[at], most) < end:
                 at += 1
@@ -137,5 +139,5 @@ def _largest(row: Sums) -> float:
 
 
 def divides_evenly(count: int, stages: int) -> bool:
-    """Whether ``count`` like units can be cut into so many stages without one less stage being as good."""
+    """Return True if cutting ``count`` equal units into ``stages`` stages is better than into one stage less."""
     return stages == 1 or math.ceil(count / stages) < math.ceil(count / (stages - 1))

@@ -1,1 +1,1 @@
-"""What a model is made of: its training step on placeholders, unit by unit; and well-known models to plan for."""
+"""Profiling of a model: its training step is traced on fake tensors, unit by unit. Builders of well-known models."""

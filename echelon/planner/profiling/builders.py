@@ -1,4 +1,4 @@
-"""Profiles of well-known models in one line, for plans of runs whose code is not at hand. Nothing is allocated."""
+"""Builders of profiles of well-known models, to plan runs without their code. No memory is allocated."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def gpt(
     batch: int = 1,
     device: DeviceKind = "cuda",
 ) -> Profile:
-    """A decoder as GPT-2 and GPT-3 are: layer norms first, learned positions, the head tied to the embedding.
+    """Profile a decoder like GPT-2 and GPT-3: pre-norm, learned positions, a head tied to the embedding.
 
-    fused_attention: False keeps the matrix of attention weights, as training did before fused kernels
+    fused_attention: False to save the matrix of attention weights, as before fused kernels; default True
     """
     with _shapes_only(dtype):
         model = gpt_model(layers, hidden, heads, sequence, vocabulary, ffn or 4 * hidden, dropout, fused_attention)
@@ -52,7 +52,7 @@ def bert(
     batch: int = 1,
     device: DeviceKind = "cuda",
 ) -> Profile:
-    """An encoder as BERT is: layer norms last, and a head that guesses masked words, tied to the embedding."""
+    """Profile an encoder like BERT: post-norm, and a masked-language-model head tied to the embedding."""
     with _shapes_only(dtype):
         model = bert_model(layers, hidden, heads, sequence, vocabulary, ffn or 4 * hidden, dropout, fused_attention)
     return _profiled(model, batch, sequence, f"bert({layers} layers, hidden {hidden})", device)
@@ -71,7 +71,7 @@ def llama(
     batch: int = 1,
     device: DeviceKind = "cuda",
 ) -> Profile:
-    """A decoder as Llama is: RMS norms, turned positions, fewer heads of keys than of queries, a gated MLP."""
+    """Profile a decoder like Llama: RMS norm, rotary positions, grouped-query attention, a gated MLP."""
     with _shapes_only(dtype):
         model = llama_model(layers, hidden, heads, kv_heads, ffn, sequence, vocabulary)
     return _profiled(model, batch, sequence, f"llama({layers} layers, hidden {hidden})", device)
@@ -84,7 +84,7 @@ def _profiled(model: nn.Module, batch: int, sequence: int, name: str, device: De
 
 @contextlib.contextmanager
 def _shapes_only(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, modules are made of one type and without memory."""
+    """Create modules with this dtype on the meta device within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,4 @@
-"""Shadow: a copy of a model whose tensors have shapes, but no contents. In it, units that are alike share tensors."""
+"""FakeModel: a copy of a model with fake tensors, in which equal units share tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from echelon.strategy.annotations.marks import within
 
 
 class FakeModel:
-    """``model`` is the copy; ``stands_for`` tells for each tensor of the original (by its id) the one of the copy.
+    """A copy of a model with fake tensors.
 
-    splits: modules that are going to be split; a unit inside of one shares nothing with units outside
+    model:      the copy
+    stands_for: by id of a tensor of the original, the fake tensor of the copy
+    like:       for each unit that equals an earlier one, the name of that one
+    splits:     names of modules that will be split; a unit inside such a module shares nothing with other units
     """
 
     def __init__(self, original: nn.Module, units: Sequence[str], splits: Iterable[str] = ()) -> None:
@@ -62,7 +65,7 @@ class FakeModel:
 
     @contextlib.contextmanager
     def without_clones(self) -> Iterator[None]:
-        """Within it, a parameter of units that are alike is that of the first alone: there it is split."""
+        """Remove the parameters of equal units but the first within the context, so that only the first is split."""
         clones = [self._copies[name] for name in self.like]
         kept = [clone.__dict__["_parameters"] for clone in clones]
         for clone in clones:
@@ -74,19 +77,22 @@ class FakeModel:
                 clone.__dict__["_parameters"] = parameters
 
     def track_units(self, units: Sequence[str]) -> None:
-        for name, first in self.like.items():  # which may have been split since
+        for name, first in self.like.items():  # the first unit may have been split since the copy was made
             clone, example = self._copies[name], self._copies[first]
             clone.__class__ = type(example)
             clone.__dict__ = dict(example.__dict__)
         install_call_hooks(self.model, units)
 
     def apply_unit_places(self, name: str, module: nn.Module) -> None:
-        """Give the modules that units alike share the places of this unit: a cache of keys and values goes by them."""
+        """Set the position attributes of this unit on the modules that equal units share.
+
+        A key-value cache uses these attributes as indices.
+        """
         for inside, places in self._places.get(name, {}).items():
             module.get_submodule(inside).__dict__.update(places)
 
     def key(self, name: str) -> Any:
-        """Equal for units that do the same to equal inputs."""
+        """Return a key that is equal for units that do the same to equal inputs."""
         return self.like.get(name, name)
 
 
@@ -101,7 +107,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _first_alike(modules: dict[str, nn.Module], keys: dict[str, Any]) -> dict[str, str]:
-    """Unit -> the first one that is like it, where nothing in it is shared with anything else."""
+    """Return, by name of a unit, the first unit that equals it; units that share modules or tensors are left out."""
     uses = Counter(id(value) for module in set(modules.values()) for value in _own(module))
     places = Counter(map(id, modules.values()))
     first: dict[Any, str] = {}
@@ -118,12 +124,12 @@ def _own(module: nn.Module) -> list[Tensor]:
     return [value for value in (*module._parameters.values(), *module._buffers.values()) if value is not None]
 
 
-#: Where a module stands in a model changes nothing of what it does.
+#: Attributes with a module's position in the model, which does not affect its computation.
 _PLACES = frozenset(("layer_idx", "layer_index", "layer_id", "layer_number"))
 
 
 def _places(unit: nn.Module) -> dict[str, dict[str, Any]]:
-    """By the name of a module inside the unit, its attributes that say where it stands."""
+    """Return the position attributes of the modules inside the unit, by module name."""
     found = {
         inside: {name: value for name, value in part.__dict__.items() if name in _PLACES}
         for inside, part in unit.named_modules()
@@ -147,7 +153,7 @@ def _settings(part: nn.Module) -> tuple[Any, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    """Return a setting as something that can be hashed; of what is no plain value, its type."""
+    """Return a setting in a hashable form; for a value that is not a plain one, its type."""
     if isinstance(value, tuple | list):
         return (type(value), *map(_frozen, value))
     return value if isinstance(value, int | float | str | None) else type(value)

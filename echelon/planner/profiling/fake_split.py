@@ -1,4 +1,4 @@
-"""The runtime's own split on a model without contents, as the first of so many ranks, with nobody at the other end."""
+"""The runtime's own split applied to a fake model, as one rank of a process group whose collectives do nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from echelon.strategy.annotations.marks import Split, within
 
 @contextlib.contextmanager
 def fake_process_group(ranks: int) -> Iterator[dist.ProcessGroup]:
-    """A group whose messages are seen by a ``Trace``, and go nowhere. Known to torch as one of GPUs while it lasts."""
+    """Yield a process group whose collectives do nothing but are seen by ``OpTracer``.
+
+    Within the context, the group is registered with torch as an NCCL group.
+    """
     group = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]
     known = dist.distributed_c10d._world
     known.pg_map[group] = ("nccl", None)  # type: ignore[assignment]
-    known.pg_group_ranks[group] = {rank: rank for rank in range(ranks)}  # inside a job, its members are asked for
+    known.pg_group_ranks[group] = {rank: rank for rank in range(ranks)}  # torch looks up the members inside a job
     try:
         yield group
     finally:
@@ -28,9 +31,10 @@ def fake_process_group(ranks: int) -> Iterator[dist.ProcessGroup]:
 def split_first(
     shadow: FakeModel, marks: Mapping[str, Split], group: dist.ProcessGroup, spread: bool = False, rank: int = 0
 ) -> None:
-    """Cut the copy as the first rank of ``group`` would, or another. Of units that are alike, the first stands for all.
+    """Split the fake model as rank ``rank`` of ``group`` would. Of equal units, only the first is split.
 
-    spread: each has a batch of its own
+    spread: True if each rank of the split has a batch of its own; default False
+    rank:   rank in the group; default 0
     """
     from echelon.parallel.tensor import SplitAxis, apply_split
 

@@ -1,4 +1,4 @@
-"""One training pass over a copy of the model that holds nothing, unit by unit; units that are alike run once."""
+"""One training step on a fake copy of the model, traced unit by unit; of equal units, only the first runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from echelon.planner.profiling.kernel_costs import tensor_bytes
 from echelon.planner.profiling.op_tracer import OpSpan, OpTracer
 from echelon.planner.profiling.scratch import scratch_bytes, scratch_bytes_on_gpu
 
-Leaf = tuple[int, float]  # the number of a tensor's storage, and the tensor's bytes
+Leaf = tuple[int, float]  # the number that OpTracer gives to a tensor's storage, and the tensor's bytes
 
 
 @dataclass(eq=False)
 class UnitCall:
-    """A unit was called: what went on before it since the last unit, and in it.
+    """A call of a unit: the spans of the user code before it (``glue``) and of the unit itself.
 
-    like:  the earlier call that this one is like, in which its unit's spans are; itself where it really ran
+    like: earlier call with equal unit and inputs, which has the unit's spans; None if this call really ran
     """
 
     name: str
@@ -48,13 +48,13 @@ class UnitCall:
         return self.like or self
 
     def saved_at(self, leaves: Sequence[Leaf]) -> list[int]:
-        """Which of its inputs or outputs it keeps for backward."""
+        """Return the indices of the inputs or outputs that the call saves for backward."""
         return [at for at, (number, _) in enumerate(leaves) if number in self.unit.saved]
 
 
 @dataclass(eq=False)
 class FakePass:
-    """A whole pass: the calls in order, and what came after the last."""
+    """A whole pass: the calls in order, and the spans after the last call."""
 
     calls: list[UnitCall]
     tail: OpSpan
@@ -75,7 +75,12 @@ def run_fake_step(
     gpu: bool,
     backward: bool = True,
 ) -> FakePass:
-    """Forward (and backward) of ``step(model, batch)``, a loss, on placeholders."""
+    """Trace forward (and backward) of ``step(model, batch)``, which returns a loss, on fake tensors.
+
+    amp:      dtype of autocast, or None
+    gpu:      True to trace the operations of a GPU, False for those of a CPU
+    backward: True to run backward too; default True
+    """
     trace = OpTracer(scratch=scratch_bytes_on_gpu if gpu else scratch_bytes)
     weights: dict[int, Tensor] = {
         trace.number(each): each for each in (*shadow.model.parameters(), *shadow.model.buffers())
@@ -100,7 +105,10 @@ def run_fake_step(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """What lies in cycles stays, since a collection would let it go in one of two passes and not in the other."""
+    """Disable garbage collection within the context.
+
+    A collection would free tensors in reference cycles in one of the two passes and not in the other.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -125,12 +133,12 @@ def _forward(
 
 
 def batch_placeholders(batch: Any) -> Any:
-    """A batch as placeholders on the CPU."""
+    """Return the batch as fake tensors on the CPU."""
     return tree_map(_placed, batch)
 
 
 def _placed(leaf: Any) -> Any:
-    """A batch's tensor as a placeholder on the CPU."""
+    """Return a leaf of the batch; a tensor becomes a fake tensor on the CPU."""
     if not isinstance(leaf, Tensor):
         return leaf
     with placeholder_mode(), torch.no_grad():
@@ -138,13 +146,13 @@ def _placed(leaf: Any) -> Any:
 
 
 class _Listener:
-    """Follows a pass from unit to unit, forward and back."""
+    """Switches the tracer's span from unit to unit, in forward and backward."""
 
     def __init__(self, trace: OpTracer, shadow: FakeModel) -> None:
         self._trace, self._shadow = trace, shadow
         self.calls: list[UnitCall] = []
         self._known: dict[Any, UnitCall] = {}
-        self._start: Tensor | None = None  # what makes known units' outputs have gradients
+        self._start: Tensor | None = None  # an input that makes the outputs of replayed units require gradients
         self._back: list[OpSpan] = []
         self._at = 0
 
@@ -175,7 +183,7 @@ class _Listener:
     def _left(self, call: UnitCall, output: Any) -> None:
         parts = take_apart(output)
         if call.like is None:
-            # With stand-ins: the tensors themselves would live as long as the call.
+            # Empty tensors are stored, because the real ones would live as long as the call.
             call.parts = take_apart(parts.together(map(_husk, parts.leaves)))
             call.shapes = [_Spec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in parts.leaves]
         made = [leaf for leaf in parts.leaves if isinstance(leaf, Tensor)]
@@ -204,7 +212,7 @@ class _Listener:
         finally:
             self._trace.silent = False
 
-    # ---- the way back ----
+    # ---- backward ----
 
     def begin_backward(self) -> OpSpan:
         self._trace.backward = True
@@ -219,13 +227,13 @@ class _Listener:
                 tensor.grad_fn.register_prehook(lambda _: self._reach(place))
 
     def _reach(self, place: int) -> None:
-        if place < self._at:  # a skip connection's begin is reached again long after its end
+        if place < self._at:  # the tensor of a skip connection has hooks of later units too, which fire late
             self._at = place
             self._trace.span = self._back[place]
 
 
 def _husk(leaf: Any) -> Any:
-    """A tensor of as many dimensions that holds nothing."""
+    """Return an empty tensor with as many dimensions as the leaf; other leaves are unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     with _disable_current_modes():
@@ -233,7 +241,7 @@ def _husk(leaf: Any) -> Any:
 
 
 def _same(leaves: Sequence[Leaf]) -> tuple[int, ...]:
-    """Which of them are one tensor."""
+    """Return, for each leaf, the index of the first leaf with the same storage."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(number, at) for at, (number, _) in enumerate(leaves))
 
@@ -254,7 +262,7 @@ class _Spec:
 
 
 class _ReplayedUnit(torch.autograd.Function):
-    """In place of a unit that ran before: the same outputs and gradients, and of its inputs the same kept."""
+    """Replaces a unit that equals one that already ran: makes equal outputs and gradients, saves the same inputs."""
 
     @staticmethod
     def forward(ctx: Any, listener: Any, specs: list[_Spec], kept: list[Any], start: Tensor, *inputs: Tensor) -> Any:

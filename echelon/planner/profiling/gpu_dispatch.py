@@ -1,11 +1,11 @@
-"""Letting a pass on placeholders choose what a GPU would, where torch may have no GPU to ask.
+"""Dispatch of fake tensors as on a GPU, on machines where torch may have no GPU.
 
-Placeholders say they are on the CPU: torch without CUDA dies of any that say otherwise. Of what a pass keeps and
-computes, only a few things are then not as on a GPU; these are put right before torch sees the call:
+Fake tensors are on the CPU, because torch without CUDA crashes on fake CUDA tensors. Only a few operations then save or
+compute something else than on a GPU; they are replaced before torch sees the call:
 
-- dropout keeps a mask of one byte an entry, not a factor;
+- dropout saves a mask of one byte per entry, not a factor;
 - RMS norm is one kernel;
-- attention has fused kernels with dropout too, of which nothing more is kept;
+- attention has fused kernels with dropout too, which save nothing more;
 - autocast computes norms, softmax, powers and losses in 32 bits; of cross entropy, all but the softmax.
 """
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.parallel.tensor.sharded_activation import ShardedActivation
 
-#: What autocast does in 32 bits on a GPU, and not on a CPU.
+#: Functions that autocast runs in 32 bits on a GPU, but not on a CPU.
 IN_FLOAT32 = frozenset((
     "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "exp", "expm1", "log", "log2", "log10", "log1p",
     "cosh", "sinh", "tan", "acos", "asin", "softplus", "softmax", "softmin", "log_softmax", "layer_norm",
@@ -32,12 +32,12 @@ IN_FLOAT32 = frozenset((
 
 
 class GpuDispatchMode(TorchFunctionMode):
-    """Within it, torch functions do what they would do on a GPU."""
+    """A mode within which torch functions do what they would do on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(each, type) and issubclass(each, ShardedActivation) for each in types):
-            with self:  # its rules call func again, on its parts
+            with self:  # the rules of ShardedActivation call func again, on its parts
                 return ShardedActivation.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if name == "dropout":
@@ -64,7 +64,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch asks for the softmax in the input's own dtype, which autocast on a GPU heeds; the rest is in 32 bits."""
+    """Compute the softmax in the input's own dtype and the rest in 32 bits, as autocast does on a GPU."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.pop("label_smoothing", 0.0) or given["target"].is_floating_point():
@@ -85,7 +85,7 @@ def _without_dropout(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attend_without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Where the weights are asked for, torch has no fused kernel, and really drops some."""
+    """Remove dropout from the arguments if a fused kernel is used; with ``need_weights``, torch has none."""
     if kwargs.get("need_weights", True):
         return args, kwargs
     return (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args, {**kwargs, **_without_dropout(kwargs)}

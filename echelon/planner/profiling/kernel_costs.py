@@ -1,4 +1,4 @@
-"""What one torch operation costs: which kind of kernel it is, its arithmetic, and the bytes it reads and writes."""
+"""Costs of one torch operation: the kind of its kernels, their FLOPs, and the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class KernelLaunch:
-    """One kernel as it ran. ``made`` and ``read`` are the numbers of the storages it wrote anew and used."""
+    """One traced kernel launch. ``made`` and ``read`` are the numbers of the storages that it made and read."""
 
     kind: KernelKind
     flops: float
@@ -28,12 +28,12 @@ class KernelLaunch:
     made: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
     for_weights: bool = False
-    is_sum: bool = False  # of two tensors
+    is_sum: bool = False  # an addition of two tensors
 
 
 @dataclass(frozen=True, slots=True)
 class TracedOperation:
-    """An operation that has run: ``args`` as it was given, ``results`` the tensors it returned."""
+    """An operation that has run. ``operands``: the tensors in its arguments; ``results``: the tensors it returned."""
 
     func: Any
     args: Sequence[Any]
@@ -41,12 +41,12 @@ class TracedOperation:
     results: list[Tensor]
 
 
-#: Which of the results one launch makes, and the launch.
+#: Indices of the results that a launch makes, and the launch.
 Made = tuple[Sequence[int], KernelLaunch]
 
 
 def launches_of(operation: TracedOperation) -> list[Made]:
-    """The kernels of an operation that is no view."""
+    """Return the kernel launches of an operation that is not a view."""
     packet = operation.func.overloadpacket
     if packet in _CONVOLUTIONS_BACK:
         return _convolution_back(operation)
@@ -95,14 +95,16 @@ def kind_of(func: Any) -> KernelKind:
     return "reduction" if reduces else "pointwise"
 
 
-#: Functions of single entries that take a CPU many instructions; those of pools' windows do too.
+#: Elementwise functions that are compute-bound on a CPU. Pooling is too.
 _FUNCTIONS = ("gelu", "tanh", "sigmoid", "silu", "mish", "softplus", "erf", "exp", "log", "sin", "cos", "pow", "atan")
 
 
 @functools.cache
 def _times_longer(func: Any) -> float:
-    """How long it takes for an entry, in those of a function; 0: no longer than to read and write it. A pool goes
-    through its windows entry by entry: 3.3 ns each where gelu takes 0.6."""
+    """Return the compute time per entry, as a multiple of that of a function such as gelu; 0: memory-bound.
+
+    Pooling visits its windows entry by entry: 3.3 ns each, where gelu takes 0.6 ns.
+    """
     name = func._schema.name.removeprefix("aten::")
     if kind_of(func) not in ("pointwise", "reduction"):
         return 0.0
@@ -110,7 +112,7 @@ def _times_longer(func: Any) -> float:
 
 
 def _rearranges(operation: TracedOperation) -> bool:
-    """Whether a copy is laid out in another way than what it is made of: no device reads and writes both in a row."""
+    """Return True if a copy changes the memory layout, so that either its reads or its writes are not contiguous."""
     made = operation.results[0] if operation.results else None
     return made is not None and any(
         not given.is_contiguous()
@@ -144,7 +146,7 @@ def _arithmetic(kind: KernelKind, packet: Any, operation: TracedOperation) -> tu
 
 
 def _product_shape(packet: Any, args: Sequence[Any]) -> tuple[float, ...]:
-    """(batch, m, n, k)"""
+    """Return (batch, m, n, k) of a matrix product."""
     first = 1 if packet in (aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv) else 0
     a, b = args[first], args[first + 1]
     n = b.shape[-1] if b.dim() > 1 else 1
@@ -153,7 +155,10 @@ def _product_shape(packet: Any, args: Sequence[Any]) -> tuple[float, ...]:
 
 
 def _attention(operation: TracedOperation) -> tuple[float, tuple[float, ...]]:
-    """Two products for each pair of positions; backward five, of which the first repeats one of them."""
+    """Return FLOPs and shape of fused attention: two products per query-key pair in forward, five in backward.
+
+    The first product of backward repeats one of forward.
+    """
     backward = "backward" in operation.func._schema.name
     query, key, value = operation.args[1:4] if backward else operation.args[:3]
     rows = query.shape[:-2].numel()
@@ -165,8 +170,11 @@ def _attention(operation: TracedOperation) -> tuple[float, tuple[float, ...]]:
 
 
 def _convolution(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> tuple[float, tuple[float, ...]]:
-    """As a product: (groups, positions, output channels, kernel entries), and input channels of a group. Weights are
-    (out, in / groups, *kernel)."""
+    """Return FLOPs and shape of a convolution as a matrix product.
+
+    The shape is (groups, positions, output channels per group, kernel entries, input channels per group). Weights have
+    the shape (out, in / groups, *kernel).
+    """
     places = (x if transposed else out).shape
     positions = places[0] * places[2:].numel()
     groups = max(1, (out.shape[1] // weight.shape[1]) and x.shape[1] // weight.shape[1]) if not transposed else 1
@@ -186,7 +194,7 @@ def _batch_norm(operation: TracedOperation) -> tuple[float, tuple[float, ...]]:
 
 
 def _convolution_back(operation: TracedOperation) -> list[Made]:
-    """Two convolutions: of the input's gradient, and of the weight's (the bias's comes with it)."""
+    """Return the two convolutions of backward: for the input's gradient, and for the weight's (and the bias's)."""
     gradient, x, weight = operation.args[:3]
     transposed, mask = bool(operation.args[7]), operation.args[10]
     flops, shape = _convolution(x, weight, gradient, transposed)
@@ -207,7 +215,7 @@ def _convolution_back(operation: TracedOperation) -> list[Made]:
 
 
 def _traffic(kind: KernelKind, operation: TracedOperation) -> float:
-    if kind == "lookup" and operation.func.overloadpacket is aten.embedding:  # of the table, only the rows looked up
+    if kind == "lookup" and operation.func.overloadpacket is aten.embedding:  # only the looked-up rows are read
         return _bytes([*operation.operands[1:], *operation.results, *operation.results])
     if operation.func._schema.name == "aten::copy_":
         return _bytes(operation.operands[:2])
@@ -219,7 +227,7 @@ def _bytes(tensors: Sequence[Tensor]) -> float:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Of its entries; a stretched one has no more than its storage."""
+    """Return the bytes of a tensor's entries; an expanded tensor has no more than its storage."""
     size = tensor.numel() * tensor.element_size()
     return min(size, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else size
 

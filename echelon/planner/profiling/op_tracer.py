@@ -1,4 +1,4 @@
-"""Seeing what a training pass does without computing it: kernels, messages, and when which memory comes and goes."""
+"""Tracer of a training pass on fake tensors: records kernels, collectives, allocations and frees."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from echelon.planner.profiling.kernel_costs import KernelLaunch, TracedOperation
 
 aten = torch.ops.aten
 
-#: Of an operation, its arguments and results: bytes before the results are there, and after.
+#: Takes an operation, its arguments and results; returns its temporary bytes before and after results are allocated.
 Scratch = Callable[[Any, Any, list[Tensor]], tuple[float, float]]
 
 
 @dataclass(slots=True)
 class MemoryEvent:
-    """Memory that came (bytes above 0) or went. ``late``: counts from the next event on, because a real run adds in
-    place where one on placeholders does not."""
+    """An allocation (bytes above 0) or a free of a storage.
+
+    late: True if the bytes count only from the next event on, because a real run adds in place where a run on fake
+          tensors allocates a result
+    """
 
     storage: int
     bytes: float
@@ -33,40 +36,40 @@ class MemoryEvent:
 
 @dataclass(slots=True)
 class OpSpan:
-    """What happened between two points of a pass, in order."""
+    """The operations and memory events between two points of a pass, in order."""
 
     launches: list[KernelLaunch] = field(default_factory=list)
     messages: list[tuple[MessageKind, float]] = field(default_factory=list)
     events: list[MemoryEvent] = field(default_factory=list)
-    saved: dict[int, float] = field(default_factory=dict)  # storages kept for backward here -> bytes
+    saved: dict[int, float] = field(default_factory=dict)  # bytes of storages saved for backward in this span
     reads: set[int] = field(default_factory=set)
-    writes: set[int] = field(default_factory=set)  # storages that were there before and are changed in place
-    draws: set[int] = field(default_factory=set)  # storages made of random numbers
+    writes: set[int] = field(default_factory=set)  # existing storages that are modified in place
+    draws: set[int] = field(default_factory=set)  # storages filled with random numbers
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it does nothing but let go of memory."""
+        """True if the span does nothing but free memory."""
         return not (self.launches or self.messages or self.saved) and all(event.bytes <= 0 for event in self.events)
 
 
 class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
-    """Notes every operation in ``span``, which whoever steers the pass changes as it goes."""
+    """Records every operation in ``span``, which the caller replaces as the pass proceeds."""
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         super().__init__()
-        self.scratch = scratch  # what operations have for themselves
+        self.scratch = scratch  # temporary memory of operations
         self.span = OpSpan()
         self.backward = False
         self.silent = False
         self.gradients: set[int] = set()  #: storages that became gradients of weights
         self._count = 0
-        self._alive: dict[int, tuple[int, Any]] = {}  # a storage's address -> its number, and a reference that is weak
+        self._alive: dict[int, tuple[int, Any]] = {}  # a storage's address -> its number, and a weak reference
         self._kept = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
 
     # ---- storages ----
 
     def number(self, tensor: Tensor) -> int:
-        """Of a tensor's storage; one that is seen first is taken to have been there before."""
+        """Return the number of a tensor's storage; an unknown storage is assumed to have existed before the pass."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return found[0] if found else self._register(tensor)
 
@@ -91,17 +94,17 @@ class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
         return number
 
     def saving(self) -> Any:
-        """Within it, what autograd keeps for backward is noted."""
+        """Return a context within which tensors saved for backward are recorded."""
         return self._kept
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
             number = self.number(tensor)
             self.span.saved[number] = float(tensor.untyped_storage().nbytes())
-        return tensor.detach()  # the very tensor would keep its own graph alive
+        return tensor.detach()  # the tensor itself would keep its own graph alive
 
     def watch_gradients(self, model: nn.Module) -> list[Any]:
-        """Weights' gradients are noted and let go. Returns what undoes it."""
+        """Register hooks that record and free the gradients of weights, and return the hooks' handles."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hook: Any = Tensor.register_post_accumulate_grad_hook
         return [hook(parameter, self._accumulated) for parameter in trained]
@@ -117,7 +120,7 @@ class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "c10d":
             return self._message(func, args)
-        if func is aten._local_scalar_dense.default:  # nothing is computed, so that nobody can look at it
+        if func is aten._local_scalar_dense.default:  # nothing is computed, so there is no value to read
             return _nothing(args[0].dtype)
         result = func(*args, **kwargs)
         results = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided]
@@ -130,7 +133,7 @@ class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
         return result
 
     def _pass_through(self, size: float) -> None:
-        """Memory that an operation has for itself."""
+        """Record temporary memory of an operation."""
         if size:
             self._count += 1
             self.span.events += [MemoryEvent(self._count, size), MemoryEvent(self._count, -size)]
@@ -146,7 +149,7 @@ class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
         read = tuple(self.number(tensor) for tensor in operands)
         written = _written(func, args, kwargs)
         if not written and not any(new for _, new in made):
-            return  # it returns views, or nothing
+            return  # the operation returns views or nothing
         span = self.span
         span.reads.update(read)
         span.writes.update(self.number(tensor) for tensor in written)
@@ -170,7 +173,7 @@ class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
         return (args[0], FakeWork().boxed())
 
 
-#: Up to so many bytes, ranks only tell each other a few numbers: shapes, statistics, the best candidates.
+#: Up to this many bytes, an all-gather exchanges only a few numbers: shapes, statistics, the best candidates.
 SMALL = 1024
 
 _MESSAGES: dict[str, MessageKind] = {
@@ -197,6 +200,6 @@ def _is_view(func: Any) -> bool:
 
 @functools.cache
 def _makes_nothing(func: Any) -> bool:
-    """Whether it only reserves memory."""
+    """Return True if the operation only allocates memory."""
     name: str = func._schema.name.removeprefix("aten::")
     return name.startswith(("empty", "new_empty", "resize", "set_", "_efficientzerotensor"))

@@ -1,4 +1,4 @@
-"""Profile: what a model costs, measured on placeholders: no GPU, nothing computed, the model left as it was."""
+"""Profile: the costs of a model, traced on fake tensors, without a GPU, computation or changes to the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from echelon.strategy.annotations.marks import Split
 DeviceKind = Literal["cuda", "cpu"]
 Step = Callable[[nn.Module, Any], Tensor]
 
-#: Samples of the two passes that all others are known from. Not 1: batch norm refuses one row, and squeeze() drops it.
+#: Samples of the two passes from which all other sizes are interpolated. Not 1, because batch norm raises for one row
+#: and squeeze() drops the dimension.
 SIZES = (2, 3)
 OR_ELSE = "either it fails on such a batch, or its forward looks at values, where only shapes are there"
 
@@ -57,10 +58,11 @@ def profile(
     name: str = "",
     device: DeviceKind | None = None,
 ) -> Profile:
-    """What training ``model`` costs. ``batch`` and ``loss`` are as ``Engine.step`` and ``distribute`` take them.
+    """Profile the training of ``model``. ``batch`` and ``loss`` are as in ``Engine.step`` and ``distribute``.
 
-    call:   ``call(model, batch)`` returns the loss, where that is more than ``loss(model(x), y)``
-    device: whose kernels are counted; where the parameters are, if it is left out
+    call:   function ``call(model, batch)`` that returns the loss; default: ``loss(model(x), y)``
+    name:   name of the profile; default: name of the model's class
+    device: kind of device whose kernels are counted; default: that of the parameters
     """
     kind = device or _device_of(model)
     return Profile(model, batch, call or functools.partial(_objective, loss), name or type(model).__name__, kind)
@@ -78,13 +80,15 @@ def _objective(loss: Callable[..., Tensor] | None, model: nn.Module, batch: Any)
 
 
 class Profile:
-    """A model's units and what they cost, for any number of samples, any split and amp. Implements ``Anatomy``.
+    """A model's units and their costs, for any number of samples, any split and amp. Implements ``ProfileLike``.
 
-    members:    all modules of every unit, where ``names`` has the first
-    parameters: (name, entries, dtype, whether it is trained, index of the first unit that needs it)
+    members:    names of all modules of every unit; ``names`` has only the first of each
+    parameters: (name, entries, dtype, True if trained, index of the first unit that needs it) for each parameter
 
-    units, splits, spread: which modules are units and which are split, where somebody has said so; spread: ranks of the
-    split have batches of their own
+    Arguments of the constructor:
+    units:      names of the modules that are units; default: found automatically
+    splits:     marks of the modules to split; default: found automatically
+    spread:     True if ranks of the split have batches of their own; default False
     """
 
     def __init__(
@@ -123,15 +127,15 @@ class Profile:
 
     @property
     def step(self) -> Step:
-        """``step(model, batch)`` is the loss."""
+        """The function ``step(model, batch)`` that returns the loss."""
         return self._step
 
     def cut(self, units: Sequence[str], splits: Mapping[str, Split], spread: bool) -> Profile:
-        """The same step, of these units and with these splits."""
+        """Return a profile of the same step with these units and splits."""
         return Profile(self._model, self._example, self._step, self.name, self.device, units, splits, spread)
 
     def placeholders(self, samples: int) -> Any:
-        """A batch of so many samples, without contents."""
+        """Return a batch of ``samples`` samples without data. Raises UsageError if the batch cannot be resized."""
         if self._sizes != SIZES and samples != self.batch:
             raise UsageError(
                 f"'{self.name}': its batch of {self.batch} is known as a whole only, since the model does not run on "
@@ -166,7 +170,10 @@ class Profile:
         return self._measured[key]
 
     def _first_measured(self) -> _Measured:
-        """Find out how the batch is resized; where the model runs on no other size, it is known as a whole."""
+        """Find the rule that resizes the batch, and measure with it.
+
+        If the model runs with no other size, only the whole batch is measured.
+        """
         tried: dict[Any, UsageError] = {}
         self._sizes = SIZES
         for self._rule in RULES:
@@ -211,13 +218,13 @@ class Profile:
 
     @functools.cached_property
     def split_marks(self) -> dict[str, Split]:
-        """What the runtime is told to split, by the modules' names; empty where nothing is worth it."""
+        """Marks of the modules to split, by name; empty if no split is worthwhile."""
         like = FakeModel(self._model, self._unit_names).like
         return find_marks(self._model, like, self._attempt)
 
     @functools.cached_property
     def splits(self) -> int:
-        """The most devices that may share a layer."""
+        """Largest possible size of the split axis."""
         return most(self._model, self.split_marks) if self.split_marks else 1
 
     def _attempt(self, marks: dict[str, Split], told: dict[str, Callable[[Any], None]]) -> FakePass:
@@ -230,7 +237,7 @@ class Profile:
 
 
 class _Measured:
-    """Two passes of one copy of the model, of as many samples as ``sizes`` say."""
+    """Two traced passes of one fake model, with the numbers of samples in ``sizes``."""
 
     def __init__(
         self,
@@ -286,7 +293,7 @@ class _Measured:
         }
 
     def ties(self) -> dict[tuple[int, ...], float]:
-        """Entries that units share, by the units' indices."""
+        """Return the number of entries of shared weights, by the indices of the units that share them."""
         holders: dict[int, list[int]] = {}
         values: dict[int, Tensor] = {}
         for index, held in enumerate(self._held):
@@ -312,7 +319,7 @@ class _Measured:
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Torch logs the traceback of what fails on shapes; here it becomes a line."""
+    """Disable torch's logging of tracebacks on fake tensors within the context; they are reported in one line here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

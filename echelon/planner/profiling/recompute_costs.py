@@ -1,4 +1,4 @@
-"""From what came and went in a unit: its peaks where weights' gradients stay, and where its module is recomputed."""
+"""Memory peaks of a unit, replayed from its memory events: with weight gradients kept, and with recompute."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from echelon.planner.profiling.fake_step import FakePass, UnitCall
 from echelon.planner.profiling.op_tracer import MemoryEvent, OpSpan
 
-RECENT = 2  # results that are still needed where nothing is kept: an operation's input and its output
+RECENT = 2  # results that are still needed if nothing is saved: an operation's input and its output
 
 Pair = tuple[OpSpan, OpSpan]  # the same span of a smaller and of a larger batch
 
 
 @dataclass(frozen=True)
 class UnitSpans:
-    """A unit's spans, in order: glue and module for each of its calls, and what comes after the last unit."""
+    """A unit's spans, in order.
+
+    glue:   user code before each call of the unit
+    module: the calls themselves
+    tail:   code after the last unit
+    """
 
     glue: tuple[Pair, ...]
     module: tuple[Pair, ...]
@@ -25,7 +30,10 @@ class UnitSpans:
 def figures_again(
     passes: tuple[FakePass, FakePass], groups: Sequence[Sequence[int]], index: int, at: float
 ) -> dict[str, float]:
-    """Of one unit, what ``anatomy.Unit`` has beyond its plain passes. ``at`` 0 is the first pass, 1 the second."""
+    """Return the fields of a ModelUnit that concern recompute, weight gradients and casts.
+
+    at: position for interpolation: 0 is the first pass, 1 the second
+    """
     small, large = passes
     calls = [(small.calls[one], large.calls[one]) for one in groups[index]]
     is_last = index == len(groups) - 1
@@ -52,7 +60,7 @@ def figures_again(
 
 
 def crossings(passed: FakePass, groups: Sequence[Sequence[int]]) -> list[float]:
-    """Bytes of what was made before each unit and is used by it or a later one."""
+    """Return, for each unit, the bytes of tensors that earlier units made and that it or a later one uses."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     sizes: dict[int, float] = {}
@@ -74,7 +82,10 @@ def crossings(passed: FakePass, groups: Sequence[Sequence[int]]) -> list[float]:
 def _kept(
     small: FakePass, large: FakePass, calls: Sequence[tuple[UnitCall, UnitCall]], there: UnitSpans, at: float
 ) -> float:
-    """What goes into the module and what glue keeps, each storage once; neither weights nor the batch."""
+    """Return the bytes of the module's inputs and of tensors saved by user code, each storage once.
+
+    Weights and the batch are not counted.
+    """
     found: dict[int, float] = {}
     for a, b in calls:
         for (number, one), (_, other) in zip(a.inputs, b.inputs, strict=True):
@@ -86,7 +97,7 @@ def _kept(
 
 
 class MemoryLevel:
-    """How many bytes there are beyond those at the beginning, and the most there were."""
+    """The bytes allocated since the beginning, and their peak."""
 
     def __init__(self, at: float) -> None:
         self._at = at
@@ -94,19 +105,23 @@ class MemoryLevel:
         self._begun = False
 
     def play(self, pairs: Iterable[Pair], stay: Collection[int] = (), without: Collection[int] = ()) -> None:
-        """Let what the spans tell come and go; storages in ``stay`` do not go, those in ``without`` do not come."""
+        """Replay the memory events of the spans.
+
+        stay:    storages that are never freed
+        without: storages that are ignored
+        """
         for one, other in _events(pairs):
             if one.storage in without or (one.bytes < 0 and one.storage in stay):
                 continue
             self._begun |= one.bytes > 0
-            if self._begun:  # what is let go before belongs to the unit before
+            if self._begun:  # memory freed before the first allocation belongs to the previous unit
                 self.now += between(one.bytes, other.bytes, self._at)
                 if not one.late:
                     self.peak = max(self.peak, self.now)
         self.peak = max(self.peak, self.now)
 
     def play_unkept(self, pair: Pair, outputs: Collection[int]) -> None:
-        """A module whose results nobody keeps: each is gone soon after it was used, but for its outputs."""
+        """Replay a module that saves nothing: each result is freed soon after its use, except the outputs."""
         kept = pair[0].saved
         entered = self.now
         sizes: dict[int, float] = {}
@@ -133,7 +148,7 @@ def _events(pairs: Iterable[Pair]) -> Iterator[tuple[MemoryEvent, MemoryEvent]]:
 
 
 def peak_with_gradients(back: UnitSpans, gradients: Collection[int], at: float) -> float:
-    """The most in backward where gradients of weights stay."""
+    """Return the peak of backward if gradients of weights stay."""
     level = MemoryLevel(at)
     level.play(_way_back(back), stay=gradients)
     return level.peak
@@ -150,7 +165,7 @@ def _way_back(back: UnitSpans) -> Iterator[Pair]:
 
 
 def forward_again(there: UnitSpans, outputs: Sequence[Collection[int]], at: float) -> float:
-    """The most in forward where the module keeps nothing inside it."""
+    """Return the peak of forward if the module saves nothing inside it."""
     level = MemoryLevel(at)
     for glue, module, made in zip(there.glue, there.module, outputs, strict=True):
         level.play([glue])
@@ -167,20 +182,24 @@ def backward_again(
     at: float,
     whole: bool,
 ) -> float:
-    """The most in backward where a module runs again before its own way back. ``whole``: gradients of weights stay."""
+    """Return the peak of backward if the module's forward runs again before its backward.
+
+    whole: True if gradients of weights stay and are counted
+    """
     stay, without = (gradients, ()) if whole else ((), gradients)
     level = MemoryLevel(at)
     level.play(back.tail, stay, without)
     calls = zip(there.module, back.module, back.glue, outputs, strict=True)
     for module, module_back, glue_back, made in reversed(list(calls)):
-        # It ends where the last of what was kept is there again; what it hands on was kept by others, if at all.
+        # Recompute stops once the last saved tensor exists again. Outputs that the module does not save are not made
+        # again: other units save them, if needed.
         level.play([module], without=[number for number in made if number not in module[0].saved])
         level.play([module_back, glue_back], stay, without)
     return level.peak
 
 
 def deferred(there: UnitSpans, back: UnitSpans, weights: Collection[int], at: float) -> float:
-    """What kernels read that make gradients of weights, each storage once."""
+    """Return the bytes that the kernels of weight gradients read, each storage once."""
     sizes: dict[int, float] = {}
     pairs = (*there.glue, *there.module, *there.tail, *back.glue, *back.module, *back.tail)
     for small, large in pairs:
@@ -200,7 +219,7 @@ def deferred(there: UnitSpans, back: UnitSpans, weights: Collection[int], at: fl
 
 
 def casts(there: UnitSpans, weights: Collection[int], at: float) -> float:
-    """Copies of weights in another precision."""
+    """Return the bytes of copies of weights in another precision."""
     found = 0.0
     for small, large in (*there.glue, *there.module, *there.tail):
         sizes = {

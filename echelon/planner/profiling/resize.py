@@ -1,7 +1,8 @@
-"""Other sizes of a batch: which dimension of each of its tensors counts samples.
+"""Resizing of a batch: rules that find the dimension of each tensor that counts samples.
 
-By default that is the first, where it is as long as the batch. Tables of offsets have samples in another dimension, and
-lists of indices have several entries a sample: these rules are taken only where the model does not run by the first.
+By default that is the first dimension, if it is as long as the batch. Tables of offsets have samples in another
+dimension, and lists of indices have several entries per sample: the rules for these are used only if the model does not
+run with the first rule.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Of a tensor in a batch of so many samples: the dimension that counts samples, and its entries a sample.
+#: Takes a tensor and the samples of its batch; returns the dimension that counts samples, and its entries per sample.
 Rule = Callable[[Tensor, int], tuple[int, int] | None]
 
 
@@ -28,7 +29,7 @@ def find_dimension(leaf: Tensor, samples: int) -> tuple[int, int] | None:
 
 
 def find_multiple(leaf: Tensor, samples: int) -> tuple[int, int] | None:
-    """Return the first dimension as long as the batch, or else a multiple of it, in whole numbers."""
+    """Return the first dimension that is as long as the batch or, for integer tensors, a multiple of it."""
     found = find_dimension(leaf, samples)
     if found is not None or samples == 1 or leaf.is_floating_point():
         return found
@@ -40,7 +41,7 @@ RULES: tuple[Rule, ...] = (find_rows, find_multiple, find_dimension)
 
 
 def resize(leaf: Any, rule: Rule, before: int, samples: int) -> Any:
-    """Return a leaf of a batch of ``before`` samples as one of another number has it, without contents."""
+    """Return a leaf of a batch of ``before`` samples resized to ``samples`` samples, as a meta tensor."""
     place = rule(leaf, before) if isinstance(leaf, Tensor) else None
     if place is None:
         return leaf

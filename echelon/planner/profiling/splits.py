@@ -1,8 +1,9 @@
-"""Which modules of a model the runtime should split, found by trying on placeholders.
+"""Search for the modules that tensor parallelism should split, by trial runs on fake tensors.
 
-Transformer layers, attention, MoE and chains with two linear layers are split as wholes. Of other linear layers, those
-pairs are where the first by columns hands its parts to the second by rows, through whatever lies between. Words are
-split where a vocabulary is large. What would only be gathered again stays whole.
+Transformer layers, attention, MoE and chains with two linear layers are split as a whole. Other linear layers are split
+in pairs in which a column-parallel layer passes its parts to a row-parallel one, through any code between them.
+Embeddings and heads are split if the vocabulary is large. A layer whose output would only be gathered again is not
+split.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ from echelon.planner.profiling.fake_step import FakePass
 from echelon.strategy.annotations.marks import Split, within
 
 Marks = dict[str, Split]
-#: Runs the model as one of two ranks, with these marks, telling each named module's inputs to the function.
+#: Runs the model as one of two ranks with these marks, and calls the function of each named module with its input.
 Try = Callable[[Marks, dict[str, Callable[[Any], None]]], FakePass]
 
-#: A table of fewer words costs less whole than a message.
+#: Smallest vocabulary to split: a smaller table costs less unsplit than a collective.
 MANY_WORDS = 4096
-#: More devices than this share a layer nowhere.
+#: Largest size of the split axis.
 MOST = 64
 _COLUMN, _ROW = Split(how="column"), Split(how="row")
 _HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "kv_heads", "num_kv_heads", "nhead")
 
 
 def find_marks(model: nn.Module, like: dict[str, str], attempt: Try) -> Marks:
-    """like: units that are like an earlier one, with its name."""
+    """Return the marks of the modules to split.
+
+    like:    for each unit that equals an earlier one, the name of that one
+    attempt: function that runs the model with marks
+    """
     whole = dict(_wholes(model, "", like))
     uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
     loose = {name: module for name, module in _loose(model, "", whole, like) if uses[id(module.weight)] == 1}
@@ -95,7 +100,7 @@ def _loose(
 
 
 def _pairs(loose: dict[str, nn.Linear], attempt: Try, marks: Marks) -> dict[str, bool]:
-    """Linear layer -> whether it is one by rows."""
+    """Return, by name of a linear layer, True if it is row-parallel, False if it is column-parallel."""
     wanted = dict.fromkeys(loose, False)
     order: list[str] = []
     for _ in range(8):
@@ -121,7 +126,7 @@ def _telling(came: Callable[[str, Any], None], name: str) -> Callable[[Any], Non
 
 
 def _kept(order: list[str], wanted: dict[str, bool], attempt: Try, marks: Marks) -> dict[str, bool]:
-    """Of columns up to a row, those sets that gather nothing."""
+    """Return the sets of column-parallel layers up to a row-parallel one that need no all-gather."""
     found: dict[str, bool] = {}
     waiting: list[str] = []
     for name in order:
@@ -148,13 +153,13 @@ def _works(attempt: Try, marks: Marks, told: dict[str, Callable[[Any], None]]) -
 
 
 def _gathers(attempt: Try, marks: Marks) -> bool:
-    """Whether something cut had to be put together again on the way."""
+    """Return True if the model fails with these marks or all-gathers a split tensor in forward."""
     passed = _works(attempt, marks, {})
     return passed is None or messages(passed).get("all_gather", 0) > 0
 
 
 def messages(passed: FakePass) -> dict[str, int]:
-    """How many of each kind all units send forward."""
+    """Count the collectives of all units in forward, by kind."""
     found: dict[str, int] = {}
     for span in (*(span for call in passed.calls for span in (call.glue, call.measured.unit)), passed.tail):
         for kind, _ in span.messages:
@@ -162,11 +167,11 @@ def messages(passed: FakePass) -> dict[str, int]:
     return found
 
 
-# ---- words ----
+# ---- vocabulary ----
 
 
 def _words(model: nn.Module, like: dict[str, str], marks: Marks, attempt: Try) -> Marks:
-    """Embeddings of many words, and layers that choose among them; those that share their weight only together."""
+    """Return marks for large embeddings and output heads; modules that share a weight are split only together."""
     modules = {name: module for name, module in model.named_modules() if name not in marks and _is_new(name, like)}
     embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
     heads = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -183,7 +188,10 @@ def _words(model: nn.Module, like: dict[str, str], marks: Marks, attempt: Try) -
 
 
 def _if_it_works(more: Marks, marks: Marks, attempt: Try) -> Marks:
-    """Logits travel in a few numbers a row, where the loss is one the runtime knows."""
+    """Return the additional marks if the model runs with them and gathers no full logits, otherwise no marks.
+
+    With a loss that the runtime supports, ranks exchange only a few numbers per row of the logits.
+    """
     passed = _works(attempt, marks | more, {})
     if passed is None:
         return {}
@@ -192,15 +200,15 @@ def _if_it_works(more: Marks, marks: Marks, attempt: Try) -> Marks:
 
 
 def _rows(passed: FakePass) -> float:
-    """Bytes of a number for each row of the loss, generously."""
+    """Return an upper estimate of the bytes of one number per row of the loss."""
     return 64.0 * max((size for _, size in passed.calls[0].inputs), default=1.0) if passed.calls else 64.0
 
 
-# ---- how many ----
+# ---- size of the split axis ----
 
 
 def most(model: nn.Module, marks: Marks) -> int:
-    """The largest power of two that divides what the marks cut: heads, and features between two layers."""
+    """Return the largest power of two that divides all split dimensions: heads, and features between two layers."""
     return max(size for size in _powers() if all(_divides(model, name, mark, size) for name, mark in marks.items()))
 
 
@@ -223,6 +231,6 @@ def _heads_divide(module: nn.Module, size: int) -> bool:
 
 
 def add_input_hooks(shadow: FakeModel, told: dict[str, Callable[[Any], None]]) -> None:
-    """Let each named module of the copy tell what it is given."""
+    """Register hooks that call the function of each named module with the module's input."""
     for name, tell in told.items():
         shadow.model.get_submodule(name).register_forward_pre_hook(lambda _, args, tell=tell: tell(args[0]))

@@ -1,6 +1,6 @@
-"""Transformers as they are published, in a few lines each, to profile what is not at hand.
+"""Minimal published transformers, for profiles of models whose code is not available.
 
-Heads are the first dimension that a projection's features are divided into, so that the runtime can split them.
+A projection's features are divided into heads first, so that the runtime can split the heads.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 
 class ReferenceAttention(nn.Module):
-    """Self-attention. ``fused`` False keeps the whole matrix of weights, as training did before fused kernels; scaling
-    and masking are part of the softmax then."""
+    """Self-attention.
+
+    fused: False to save the full matrix of attention weights, as before fused kernels; scaling and masking are then
+           considered part of the softmax
+    """
 
     def __init__(self, hidden: int, heads: int, dropout: float, causal: bool, fused: bool) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class ReferenceAttention(nn.Module):
 
 
 class ReferenceLayer(nn.Module):
-    """Attention and an MLP, each beside a shortcut, with the layer norm before (GPT) or after it (BERT)."""
+    """A transformer layer: attention and an MLP with residual connections, pre-norm (GPT) or post-norm (BERT)."""
 
     def __init__(
         self, hidden: int, heads: int, ffn: int, dropout: float, *, causal: bool, fused: bool, norm_first: bool
@@ -57,7 +60,7 @@ class ReferenceLayer(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Tokens and learned positions."""
+    """An embedding of tokens and learned positions."""
 
     def __init__(self, vocabulary: int, sequence: int, hidden: int, dropout: float, norm: bool) -> None:
         super().__init__()
@@ -75,7 +78,7 @@ class TokenEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """From what the last layer says to the vocabulary; ``transform`` is BERT's layer before it."""
+    """A head that projects to the vocabulary; ``transform``: True to add BERT's layer before the projection."""
 
     def __init__(self, hidden: int, vocabulary: int, transform: bool) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ def bert_model(
 
 
 class GroupedAttention(nn.Module):
-    """Several heads of queries share one of keys and values; positions are turns of pairs of features."""
+    """Grouped-query attention with rotary position embeddings."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, sequence: int) -> None:
         super().__init__()
@@ -143,7 +146,7 @@ class GroupedAttention(nn.Module):
         return out
 
     def _turned(self, x: Tensor) -> Tensor:
-        """One kernel, as fused ones are: each feature with the other of its pair."""
+        """Return a tensor at the cost of a fused rotary embedding; its values are not those of a rotation."""
         cosine, sine = self.turns[:, : x.shape[2]].to(x.dtype)
         return torch.addcmul(x * cosine, x, sine)
 

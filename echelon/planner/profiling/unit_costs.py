@@ -1,7 +1,7 @@
-"""From two rehearsed passes to the units of a sheet: everything is affine in the number of samples, so two tell all.
+"""Costs of units, interpolated from two fake passes: costs are affine in the number of samples, so two sizes suffice.
 
-Peaks are not: they are where the largest of several affine sums is. So what comes and goes is interpolated, event by
-event, and played again.
+Memory peaks are not affine, because each is a maximum of affine sums. So the memory events are interpolated one by one
+and replayed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.planner.profiling.fake_step import FakePass, UnitCall
 from echelon.planner.profiling.op_tracer import MemoryEvent, OpSpan
 
-Groups = Sequence[Sequence[int]]  # of calls: those of one unit
+Groups = Sequence[Sequence[int]]  # for each unit, the indices of its calls
 
 
 @dataclass
 class UnitTensors:
-    """The tensors of the model that one unit needs: parameters once each, and its buffers and batch norms."""
+    """The tensors of the model that one unit needs, by id, and the entries of its batch-norm statistics."""
 
     parameters: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[int, Tensor] = field(default_factory=dict)
     norm_statistics: int = 0
 
 
-# ---- which calls are one unit ----
+# ---- grouping of calls into units ----
 
 
 def group_calls(passed: FakePass) -> list[list[int]]:
-    """Calls between two calls of one unit belong together, and so do units that no cut may part."""
+    """Group calls into units.
+
+    All calls between two calls of one module are one unit, and so are calls that must be in the same stage.
+    """
     calls = passed.calls
     last = {call.name: at for at, call in enumerate(calls)}
     until = _bound(passed)
@@ -49,9 +52,12 @@ def group_calls(passed: FakePass) -> list[list[int]]:
 
 
 def _bound(passed: FakePass) -> dict[int, int]:
-    """Call -> the last call that it must share a stage with: one that sees the random numbers that glue before it has
-    drawn, or what it has changed in place."""
-    made: dict[int, int] = {}  # a storage nobody else could make -> the call it belongs to
+    """Return, by call, the last call that must be in the same stage.
+
+    That is a call that reads random numbers drawn by user code before the first call, or a tensor that the first call
+    has modified in place.
+    """
+    made: dict[int, int] = {}  # a storage that another stage could not reproduce -> the call it belongs to
     outputs = {number for call in passed.calls for number, _ in call.outputs}
     until: dict[int, int] = {}
     for at, call in enumerate(passed.calls):
@@ -71,7 +77,7 @@ def _bound(passed: FakePass) -> dict[int, int]:
 
 
 def _spread(glue: OpSpan, made: dict[int, int], at: int) -> None:
-    """What glue makes of such a storage is one as well."""
+    """Add the storages that user code between units derives from storages in ``made``."""
     for launch in glue.launches:
         origins = [made[number] for number in launch.read if number in made]
         origins += [at] if set(launch.made) & glue.draws else []
@@ -84,11 +90,14 @@ def _changed(call: UnitCall) -> list[int]:
     return [place for place, (number, _) in enumerate(call.inputs) if number in call.unit.writes]
 
 
-# ---- who holds what ----
+# ---- tensors of each unit ----
 
 
 def holdings(original: nn.Module, shadow: FakeModel, passed: FakePass, groups: Groups) -> list[UnitTensors]:
-    """By the original's tensors (their ids), with the copy's in their place: those may be parts of them."""
+    """Return the tensors that each unit needs, by id of the original tensor.
+
+    The values are the fake model's tensors, which are parts of the original ones if the model is split.
+    """
     held = [UnitTensors() for _ in groups]
     of_call = {at: index for index, group in enumerate(groups) for at in group}
     of_unit = {passed.calls[at].name: index for at, index in of_call.items()}
@@ -144,7 +153,7 @@ def _prefixes(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class UnitActivationBytes:
-    """Bytes of one unit: kept for backward, coming in, and handed on."""
+    """Bytes of one unit that are saved for backward, received and passed on."""
 
     saved: float
     received: float
@@ -175,7 +184,7 @@ def carried(passed: FakePass, groups: Groups) -> list[UnitActivationBytes]:
 
 
 def _seen(passed: FakePass, groups: Groups, index: int) -> set[int]:
-    """Storages that the unit and its glue read."""
+    """Return the storages that the unit and the user code before it read."""
     found: set[int] = set(passed.tail.reads) if index == len(groups) - 1 else set()
     for at in groups[index]:
         call = passed.calls[at]
@@ -189,7 +198,11 @@ def _batch_bytes(passed: FakePass, group: Sequence[int]) -> float:
 
 
 def _saved(passed: FakePass, groups: Groups, makers: dict[int, int]) -> list[float]:
-    """Of each unit, each storage once in all: with the first unit after the one that made it, or with that one."""
+    """Return the bytes that each unit saves.
+
+    Each storage is counted once in total: for the first unit that saves it after the one that made it, or else for the
+    one that made it.
+    """
     savers: dict[int, list[int]] = {}
     sizes: dict[int, float] = {}
     totals = [0.0] * len(groups)
@@ -211,7 +224,7 @@ def _saved(passed: FakePass, groups: Groups, makers: dict[int, int]) -> list[flo
 
 
 def _kept(call: UnitCall, passed: FakePass) -> tuple[float, dict[int, float]]:
-    """What the unit keeps: bytes of its own, and storages that others may know: inputs and outputs."""
+    """Return the bytes of internal tensors that the unit saves, and the saved inputs and outputs by storage."""
     like = call.measured
     saved = {number: size for number, size in like.unit.saved.items() if number not in passed.weights}
     known = {number: saved[number] for number, _ in (*like.inputs, *like.outputs) if number in saved}
@@ -229,7 +242,7 @@ def _kept(call: UnitCall, passed: FakePass) -> tuple[float, dict[int, float]]:
 
 @dataclass(frozen=True)
 class UnitPassSpans:
-    """What one unit does, forward and back, as it was in one pass."""
+    """The forward and backward spans of one unit in one pass."""
 
     forward: tuple[OpSpan, ...]
     backward: tuple[OpSpan, ...]
@@ -247,7 +260,7 @@ def spans_of(passed: FakePass, groups: Groups, index: int) -> UnitPassSpans:
 
 
 def identity(passed: FakePass, groups: Groups, index: int) -> tuple[int, ...]:
-    """Equal for units that do the same."""
+    """Return a key that is equal for units with equal operations."""
     calls = [passed.calls[at] for at in groups[index]]
     if index == len(groups) - 1 and not (passed.tail.is_quiet and passed.tail_back.is_quiet):
         return (id(passed),)
@@ -255,7 +268,7 @@ def identity(passed: FakePass, groups: Groups, index: int) -> tuple[int, ...]:
 
 
 def alike(small: UnitPassSpans, large: UnitPassSpans) -> bool:
-    """Whether both did the same operations, so that what is between them is known."""
+    """Return True if both passes ran the same operations, so that costs can be interpolated between them."""
     pairs = zip((*small.forward, *small.backward), (*large.forward, *large.backward), strict=True)
     return all(_same_steps(one, other) for one, other in pairs)
 
@@ -267,12 +280,12 @@ def _same_steps(one: OpSpan, other: OpSpan) -> bool:
 
 
 def unit(name: str, small: UnitPassSpans, large: UnitPassSpans, at: float, facts: dict[str, float]) -> ModelUnit:
-    """``at`` 0 is as in ``small``, 1 as in ``large``."""
+    """Return the unit's costs, interpolated: ``at`` 0 gives those of ``small``, 1 those of ``large``."""
     return ModelUnit(
         name=name,
         forward=_pass(small.forward, large.forward, at),
         backward=_pass(small.backward, large.backward, at),
-        again=_pass(small.forward[1::2], large.forward[1::2], at),  # every other span is glue, or the loss
+        again=_pass(small.forward[1::2], large.forward[1::2], at),  # the other spans are user code or the loss
         forward_peak=_peak(small.forward, large.forward, at, set()),
         backward_peak=_peak(small.backward, large.backward, at, small.gradients),
         **facts,
@@ -313,7 +326,7 @@ def _peak(small: Sequence[OpSpan], large: Sequence[OpSpan], at: float, without: 
         if a.storage in left_out:
             continue
         begun |= a.bytes > 0
-        if begun:  # what is let go before belongs to the unit before
+        if begun:  # memory freed before the first allocation belongs to the previous unit
             now += between(a.bytes, b.bytes, at)
             peak = peak if a.late else max(peak, now)
     return max(peak, now)
@@ -325,7 +338,7 @@ def _events(small: Sequence[OpSpan], large: Sequence[OpSpan]) -> Iterable[tuple[
 
 
 def mark_weight_kernels(passed: FakePass) -> None:
-    """Kernels whose every result becomes a weight's gradient, is cast to one, or is added to it."""
+    """Mark the kernels whose results all become a weight's gradient, are cast to one, or are added to one."""
     wanted = set(passed.gradients)
     for span in _backwards(passed):
         for launch in reversed(span.launches):
@@ -333,7 +346,7 @@ def mark_weight_kernels(passed: FakePass) -> None:
                 launch.for_weights = True
                 if launch.kind in ("copy", "layout") or launch.is_sum:
                     wanted.update(launch.read)
-                if launch.is_sum:  # a real run adds to the gradient that was there, of another use of the weight
+                if launch.is_sum:  # a real run adds in place to the gradient from another use of the weight
                     passed.gradients.add(launch.read[0])
 
 

@@ -1,1 +1,1 @@
-"""Annotations of a model's parts: marks as data, scopes around construction, slices of ranks."""
+"""Annotations of modules: marks (plain data), scopes around module construction, and slices of ranks."""

@@ -1,4 +1,4 @@
-"""Marks on a model: as scopes around its construction, or by name afterwards; and reading them back, checked.
+"""Mark modules for parallelism, in scopes around construction or by name afterwards, and collect and check the marks.
 
 with echelon.pipeline(micro_batches=4):
     with echelon.stage(): self.lower = Encoder(0, 12)
@@ -30,7 +30,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def replicate() -> Replicate:
-    """Keep this part whole on every device, with a batch of its own; a scope, or a mark for ``annotate``.
+    """Replicate this part on every device, each with its own batch; a scope, or a mark for ``annotate``.
 
     >>> echelon.annotate(model, {"head": echelon.split(), "encoder": echelon.replicate()})
     """
@@ -40,15 +40,15 @@ def replicate() -> Replicate:
 def split(
     how: How = "auto", *, gather: bool = True, sequence: bool = False, weights: Sequence[float] | None = None
 ) -> Split:
-    """Cut this part's weights over the devices of a slice (tensor parallelism); a scope, or a mark for ``annotate``.
+    """Shard the weights of this part over the devices of a slice (tensor parallelism); a scope or an ``annotate`` mark.
 
-    how:      "column" cuts a Linear's outputs, "row" its inputs, "sequence" leaves weights whole and cuts dimension 1
-              of the activations; "auto" does what fits the module: Linear by columns, Embedding over the vocabulary,
-              Conv2d by output channels, attention by heads, a block as a whole
-    gather:   whether each rank gets the whole output; False hands on its part as a plain tensor
-    sequence: whether a block also cuts the activations between its split layers, along dimension 1 (sequence
-              parallelism)
-    weights:  relative widths of the shards, [2, 1] for a device that is twice as fast; by default all alike
+    how:      "column" shards the outputs of a Linear, "row" its inputs, "sequence" keeps weights whole and shards
+              dimension 1 of the activations; "auto" (default) depends on the module: Linear by columns, Embedding over
+              the vocabulary, Conv2d by output channels, attention by heads, a block as a whole
+    gather:   True all-gathers the output (default); False passes on the local shard as a plain tensor
+    sequence: True also shards the activations between the split layers of a block along dimension 1 (sequence
+              parallelism); default False
+    weights:  relative widths of the shards, [2, 1] if the first device is twice as fast; default equal widths
 
     >>> with echelon.split():
     ...     self.head = torch.nn.Linear(2048, 1_000_000)
@@ -60,7 +60,7 @@ def split(
 def stage(index: int | None = None) -> Stage | NextStage:
     """Run this part in one stage of the pipeline; a scope inside ``pipeline()``, or a mark for ``annotate``.
 
-    index: number of the stage, from 0; a scope counts by itself, and takes the next one
+    index: number of the stage, from 0; by default a scope takes the next number
 
     >>> echelon.annotate(model, {"layers.0-11": echelon.stage(0), "layers.12-23": echelon.stage(1)})
     """
@@ -76,11 +76,11 @@ def pipeline(
 ) -> Pipeline:
     """Run the stages inside as a pipeline (pipeline parallelism); a scope around them, or the mark of the whole model.
 
-    micro_batches:  parts into which a batch is cut; more of them leave stages less idle
-    schedule:       order of forward and backward passes: "1f1b", "gpipe", "interleaved" or "zero-bubble"
-    stages:         number of stages into which a model without ``stage()`` marks is cut, by cost
-    weights:        relative speeds of the stages' devices: a faster one gets more of the model
-    dynamic_shapes: whether micro-batches differ in more than their number of samples
+    micro_batches:  number of micro-batches per batch, default 4; more of them make the bubble smaller
+    schedule:       order of forward and backward passes: "1f1b" (default), "gpipe", "interleaved" or "zero-bubble"
+    stages:         number of stages into which a model without ``stage()`` marks is partitioned by cost
+    weights:        relative speeds of the stages' devices; a faster device gets a larger part of the model
+    dynamic_shapes: True if micro-batches differ in more than their number of samples; default False
 
     >>> with echelon.pipeline(micro_batches=8):
     ...     with echelon.stage(): self.lower = Encoder(0, 12)
@@ -100,7 +100,7 @@ _default: Replicate | Split | None = None
 
 
 def set_default(mark: Replicate | Split | None) -> None:
-    """What parts without a mark count as; ``None`` is as at the start: replicated."""
+    """Set the mark of modules that have none; ``None`` restores the initial default, which is replicated."""
     global _default  # noqa: PLW0603 - one default for the process, as its name says
     if mark is not None and not isinstance(mark, Replicate | Split):
         raise UsageError(f"set_default({mark}): what is not marked can be replicate() or split(...), or None")
@@ -132,7 +132,7 @@ def _check_mark(pattern: str, mark: Any) -> None:
 
 
 def _matching(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
-    """Names that ``pattern`` means. Each number of a range must be there."""
+    """Return the module names that ``pattern`` matches; raise UsageError if a number of a range has no module."""
     found = []
     for each in _expanded(pattern):
         matches = [each] if each in names else [name for name in names if fnmatchcase(name, each)]
@@ -143,7 +143,7 @@ def _matching(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """``a.0-1.b`` as ``a.0.b`` and ``a.1.b``."""
+    """Expand ranges: ``a.0-1.b`` gives ``a.0.b`` and ``a.1.b``."""
     choices = []
     for part in pattern.split("."):
         span = _RANGE.fullmatch(part)
@@ -171,13 +171,13 @@ def _tuple(weights: Sequence[float] | None) -> tuple[float, ...] | None:
 
 @strict
 class ModelMarks:
-    """All marks of one model, checked. Of nested equal marks the outermost is kept.
+    """All marks of one model, checked. If equal marks are nested, the outermost one is kept.
 
-    units:      modules that belong to a stage, and which
-    splits:     modules that are split
-    replicates: modules that are replicated by name
-    pipeline:   the plain ``Pipeline()`` where stages are marked without one
-    default:    what the rest counts as; None: replicated
+    units:      stage number of each module marked with a stage
+    splits:     mark of each split module
+    replicates: names of modules that are marked as replicated
+    pipeline:   the pipeline mark; the default ``Pipeline()`` if stages are marked without one
+    default:    mark of all other modules; None means replicated
     """
 
     units: dict[str, int]
@@ -188,14 +188,14 @@ class ModelMarks:
 
     @property
     def stages(self) -> int:
-        """How many stages are marked or asked for."""
+        """The number of pipeline stages that are marked or requested; 1 without a pipeline."""
         if self.units:
             return max(self.units.values()) + 1
         return (self.pipeline.stages or 1) if self.pipeline else 1
 
 
 def collect(model: nn.Module) -> ModelMarks:
-    """Read the marks on ``model``'s modules; a shared module counts once, under its first name."""
+    """Collect and check the marks on the modules of ``model``; a shared module counts once, under its first name."""
     found = list(_outermost(model, "", {}, set()))
     units = {name: mark.index for name, mark in found if isinstance(mark, Stage)}
     pipelines = {id(mark): (name, mark) for name, mark in found if isinstance(mark, Pipeline)}
@@ -218,7 +218,7 @@ def collect(model: nn.Module) -> ModelMarks:
 def _outermost(
     module: nn.Module, name: str, around: dict[type[Any], tuple[str, Any]], seen: set[nn.Module]
 ) -> Iterator[tuple[str, Mark]]:
-    """Every mark that the modules around do not have already; ``around`` is theirs, with the name of each."""
+    """Yield every mark that no enclosing module has; ``around`` has the marks of enclosing modules and their names."""
     if module in seen:
         return
     seen.add(module)

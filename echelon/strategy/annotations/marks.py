@@ -1,4 +1,4 @@
-"""Marks: what a user says about parts of a model. Plain data; ``annotate`` puts them on modules, the plan reads it."""
+"""Marks: plain data about the parallelism of a module; ``annotate`` attaches marks to modules, the plan reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ How = Literal["auto", "column", "row", "sequence"]
 
 
 def _shown(mark: object) -> str:
-    """As a user writes it: ``split(how='column')``."""
+    """Return the arguments as a user writes them: ``how='column'``."""
     assert dataclasses.is_dataclass(mark)
     values = [(field, getattr(mark, field.name)) for field in dataclasses.fields(mark)]
     return ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
@@ -22,7 +22,7 @@ def _shown(mark: object) -> str:
 
 @strict
 class Replicate(Scope):
-    """Every device has this part whole, with a batch of its own, also where a split beside it shares devices."""
+    """Mark of a part that every device replicates, each with its own batch, also next to a split part."""
 
     def __str__(self) -> str:
         return "replicate()"
@@ -30,14 +30,14 @@ class Replicate(Scope):
 
 @strict
 class Split(Scope):
-    """This part's weights are cut over the devices of the split axis.
+    """Mark of a part whose weights are sharded over the devices of the split axis.
 
-    how:      "column" cuts a Linear's outputs, "row" its inputs, "sequence" leaves weights whole and cuts dimension 1
-              of the activations (layer norms, dropout); "auto" does what fits the kind of module: Linear by columns,
-              Embedding over the vocabulary, Conv2d by output channels, attention by heads, a block as a whole
-    gather:   False hands on the local part as a plain tensor, for modules that compute with it themselves
-    sequence: inside a block, also cut the activations between split layers along dimension 1
-    weights:  relative widths of the shards, for devices of different speed
+    how:      "column" shards the outputs of a Linear, "row" its inputs, "sequence" keeps weights whole and shards
+              dimension 1 of the activations (layer norms, dropout); "auto" (default) depends on the module: Linear by
+              columns, Embedding over the vocabulary, Conv2d by output channels, attention by heads, a block as a whole
+    gather:   False passes on the local shard as a plain tensor, for modules that compute with the shard; default True
+    sequence: True also shards the activations between the split layers of a block along dimension 1; default False
+    weights:  relative widths of the shards, for devices of different speed; default equal widths
     """
 
     how: How = "auto"
@@ -54,7 +54,7 @@ class Split(Scope):
 
 @strict
 class Stage(Scope):
-    """This part runs on the devices of one stage of the pipeline."""
+    """Mark of a part that runs on the devices of one pipeline stage."""
 
     index: int
 
@@ -70,7 +70,7 @@ class Stage(Scope):
 
 @strict
 class NextStage(Scope):
-    """The stage after the one opened last in the same pipeline. Only a scope can count."""
+    """The stage after the last one that was opened in the same pipeline; usable as a scope only."""
 
     def opened(self) -> Stage:
         return Stage(index=count_stage(None))
@@ -81,11 +81,13 @@ class NextStage(Scope):
 
 @strict
 class Pipeline(Scope):
-    """How micro-batches go through the stages.
+    """Mark of a model that runs as a pipeline.
 
-    stages:         cut the model into so many by cost, where no stages are marked
-    weights:        relative speeds of the stages' devices: a faster one gets more of the model
-    dynamic_shapes: micro-batches differ in more than their number of samples
+    micro_batches:  number of micro-batches per batch, default 4
+    schedule:       order of forward and backward passes, default "1f1b"
+    stages:         number of stages into which a model without stage marks is partitioned by cost
+    weights:        relative speeds of the stages' devices; a faster device gets a larger part of the model
+    dynamic_shapes: True if micro-batches differ in more than their number of samples
     """
 
     micro_batches: int = 4
@@ -100,7 +102,7 @@ class Pipeline(Scope):
         require(self.weights is None or min(self.weights, default=0) > 0, self, "weights", "numbers above 0")
 
     def opened(self) -> Pipeline:
-        return dataclasses.replace(self)  # two openings are two pipelines, however equal
+        return dataclasses.replace(self)  # two openings are two pipelines, even with equal settings
 
     def __str__(self) -> str:
         return f"pipeline({_shown(self)})"
@@ -110,5 +112,5 @@ Mark = Replicate | Split | Stage | Pipeline
 
 
 def within(name: str, unit: str) -> bool:
-    """Whether the module ``name`` is ``unit`` or lies inside it; the model itself is ""."""
+    """Return True if the module ``name`` is ``unit`` or inside it; the name of the model itself is ""."""
     return not unit or name == unit or name.startswith(f"{unit}.")

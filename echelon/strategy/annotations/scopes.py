@@ -1,8 +1,8 @@
-"""Scopes: which marks are open while a model is built, and the tags they leave on its modules.
+"""Scopes: context managers that tag the modules built inside them with a mark.
 
-What is constructed or assigned inside ``with echelon.split(): ...`` is tagged, through torch's public hooks on the
+Modules constructed or assigned inside ``with echelon.split(): ...`` are tagged, with torch's public hooks on the
 registration of modules and parameters. The hooks are installed only while a scope is open. Tags are plain attributes:
-they survive a deep copy and are no part of a state dict.
+a deep copy keeps them, and a state dict does not contain them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAGS = "_echelon_marks"
 
 @dataclass
 class _OpenScope:
-    """A mark whose scope is open, and the calls that were running when it was opened."""
+    """An open scope: its mark, and the stack frames that were active when the scope was opened."""
 
     mark: Any
     text: str
@@ -33,7 +33,7 @@ class _OpenScope:
 
 
 class _Stack(threading.local):
-    """A thread builds its own model: another's scopes are none of its business."""
+    """The open scopes of one thread; they do not affect models that other threads build."""
 
     def __init__(self) -> None:
         self.scopes: list[_OpenScope] = []
@@ -43,7 +43,7 @@ _stack = _Stack()
 
 
 class _Hooks:
-    """Installed once, however many threads have scopes open."""
+    """The registration hooks, installed once while any thread has a scope open."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._handles = threading.Lock(), 0, list[Any]()
@@ -71,10 +71,10 @@ _hooks = _Hooks()
 
 
 class Scope:
-    """What makes a mark usable in a ``with`` statement."""
+    """Base class of marks: makes a mark usable in a ``with`` statement."""
 
     def opened(self) -> Scope:
-        """The mark that modules inside this opening get."""
+        """Return the mark for modules inside this use of the scope."""
         return self
 
     def __enter__(self) -> Scope:
@@ -97,7 +97,7 @@ class Scope:
 
 
 def count_stage(index: int | None) -> int:
-    """The number of the stage being opened: ``index``, or one more than the pipeline's last."""
+    """Return the number of the stage that is opened: ``index``, or one more than the pipeline's last stage."""
     around = next((scope for scope in reversed(_stack.scopes) if _kind(scope.mark) == "Pipeline"), None)
     if around is None:
         if index is None:
@@ -110,7 +110,7 @@ def count_stage(index: int | None) -> int:
     return number
 
 
-#: (outer, inner) -> why not and what instead. Whatever is not listed nests.
+#: (outer, inner) -> the reason why they cannot be nested, and the remedy. All other pairs can be nested.
 _REFUSED = {
     ("Stage", "Stage"): "a module runs in one stage; close the first stage before the next",
     ("Split", "Stage"): "a stage has the devices that a split is over; put the split inside the stage",
@@ -123,7 +123,7 @@ _SPLIT_TWICE = "a part is split in one way; leave out the inner mark, or mark th
 
 
 def refuse_nesting(outer: Any, inner: Any, where: str) -> None:
-    """Raise where ``inner`` makes no sense inside ``outer``; ``where`` says which modules, or scopes, these are."""
+    """Raise UsageError if ``inner`` must not be inside ``outer``; ``where`` names the modules or scopes."""
     reason = _REFUSED.get((_kind(outer), _kind(inner)))
     if _kind(outer) == _kind(inner) == "Split" and outer != inner:
         reason = _SPLIT_TWICE
@@ -136,13 +136,16 @@ def _kind(mark: Any) -> str:
 
 
 def tags(module: nn.Module) -> tuple[Any, ...]:
-    """The marks on this very module."""
+    """Return the marks on this module itself."""
     found: tuple[Any, ...] = module.__dict__.get(_TAGS, ())
     return found
 
 
 def tag(module: nn.Module, mark: Any, name: str) -> None:
-    """Put ``mark`` on ``module``, which an error calls ``name``. The same mark twice is one mark."""
+    """Attach ``mark`` to ``module``, unless the module has it; ``name`` is for error messages.
+
+    Raises UsageError if the module has another mark of the same kind.
+    """
     present = tags(module)
     for other in present:
         if _kind(other) == _kind(mark) and other != mark:
@@ -152,12 +155,12 @@ def tag(module: nn.Module, mark: Any, name: str) -> None:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Equal marks are one and the same, apart from pipelines: two with the same settings are still two."""
+    """Return True if the marks are equal; two pipelines with equal settings are still different marks."""
     return one is other or (bool(one == other) and _kind(one) != "Pipeline")
 
 
 def _running() -> set[FrameType]:
-    """All calls that are running now."""
+    """Return all active stack frames of this thread."""
     frame: FrameType | None = sys._getframe(1)
     found = set()
     while frame is not None:
@@ -186,10 +189,11 @@ def _tag_by(scope: _OpenScope, module: nn.Module, name: str) -> None:
 
 
 def _made_inside(module: nn.Module, scope: _OpenScope) -> bool:
-    """Whether ``module``'s constructor was called inside the scope; not so the module whose constructor opens it.
+    """Return True if the constructor of ``module`` was called inside the scope, not if it opened the scope.
 
-    There is no public hook on construction, so the running calls since the scope was opened are searched for it. It
-    is what marks a module that is only assigned to a variable: ``with split(): head = nn.Linear(...)``.
+    torch has no public hook on construction, so the stack frames since the scope was opened are searched for
+    ``__init__`` of the module. This tags a module that is only assigned to a variable:
+    ``with split(): head = nn.Linear(...)``.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame not in scope.began_in:

@@ -1,13 +1,13 @@
-"""Slices: which ranks form one slice, the devices of one copy of the model. Pure arithmetic on ranks and hosts.
+"""Slices: the groups of ranks that each hold one replica of the model, computed from ranks and hosts alone.
 
-    all       the default: slices of consecutive ranks
+    all       slices of consecutive ranks (the default)
     average   slices of ``average`` devices each
     row       a slice is a row of the device matrix: all devices of one host
     specific  slices as listed
-    auto      as few hosts a slice as can be
+    auto      slices that span as few hosts as possible
 
-A slice is as large as the marks need: stages times the size of a split. Where nothing fixes the size of a split, the
-slice fixes it: ``slice_size / stages``.
+A slice has the size that the marks need: stages times the size of a split. If the size of a split is not given, it is
+``slice_size / stages``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _open: list[Slices] = []
 
 @strict
 class Slices:
-    """How ranks are cut into slices; passed to ``distribute(cluster=...)`` or opened around it."""
+    """A rule that groups ranks into slices; passed to ``distribute(cluster=...)`` or opened around it."""
 
     average: int | None = None
     row: bool = False
@@ -48,13 +48,13 @@ class Slices:
         _open.pop()
 
     def slice_size(self, ranks_per_host: int) -> int | None:
-        """Devices of a slice, where the cluster says so; ``None`` where the marks alone decide."""
+        """Return the number of devices per slice if this rule fixes it; ``None`` if the marks decide it."""
         if self.specific is not None:
             return len(self.specific[0])
         return ranks_per_host if self.row else self.average
 
     def arrange(self, needed: int, world_size: int, ranks_per_host: int) -> tuple[int, ...]:
-        """The ranks in the order of the mesh: each ``needed`` of them, one after another, are one slice."""
+        """Return the ranks in the order of the mesh: each ``needed`` consecutive ones form a slice."""
         fixed = self.slice_size(ranks_per_host)
         if fixed is not None and fixed != needed:
             raise UsageError(
@@ -83,12 +83,12 @@ def cluster(
     specific: Sequence[Sequence[int]] | None = None,
     auto: bool = False,
 ) -> Slices:
-    """Cut the job's devices into slices, one copy of a model with marks on each; one of these options, or none.
+    """Group the devices of the job into slices, each with one replica of a marked model; at most one option is given.
 
-    average:  devices of each slice, taken in the order of ranks
-    row:      whether a slice is all devices of one host
+    average:  number of devices per slice, taken in the order of ranks
+    row:      True if a slice is all devices of one host
     specific: the ranks of each slice, as [[0, 2], [1, 3]]
-    auto:     whether slices are laid on as few hosts as can be
+    auto:     True if slices are placed on as few hosts as possible
 
     Without an option a slice has as many consecutive ranks as the marks need: stages times the size of a split.
 
@@ -101,7 +101,7 @@ def cluster(
 
 
 def current() -> Slices:
-    """The innermost open cluster; the default one where none is open."""
+    """Return the innermost open cluster, or the default if none is open."""
     return _open[-1] if _open else Slices()
 
 
@@ -145,9 +145,11 @@ def _indivisible(needed: int, world_size: int) -> str:
 
 
 def _by_locality(needed: int, world_size: int, ranks_per_host: int) -> tuple[int, ...]:
-    """Each slice from the host that just holds it, or what it still lacks; a larger one begins with whole hosts.
+    """Return the ranks so that each slice spans few hosts (best fit).
 
-    Slices that fit into a host never cross two, but for those that the remainders of hosts must form.
+    A slice larger than a host takes whole hosts first.
+
+    A slice that fits on a host spans two only if it is built from the ranks that are left over on several hosts.
     """
     hosts = [list(range(at, min(at + ranks_per_host, world_size))) for at in range(0, world_size, ranks_per_host)]
     order: list[int] = []
@@ -163,7 +165,7 @@ def _by_locality(needed: int, world_size: int, ranks_per_host: int) -> tuple[int
 
 
 def _best_host(hosts: list[list[int]], missing: int) -> list[int]:
-    """The smallest that holds all that is missing; where none does, the one that holds the most."""
+    """Return the host with the fewest free ranks among those with enough; if none has enough, the one with the most."""
     fitting = [host for host in hosts if len(host) >= missing]
     return min(fitting, key=len) if fitting else max(hosts, key=len)
 

@@ -1,1 +1,1 @@
-"""Measuring this machine for the planner: ``echelon bench``."""
+"""Measurements of this machine for the planner: ``echelon bench``."""

@@ -1,4 +1,4 @@
-"""Collectives by size and number of ranks, as training does them: sums, gathers, parts of sums, one rank to another."""
+"""Time collectives as training uses them, by size and number of ranks: all-reduce, all-gather, reduce-scatter, p2p."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _SMALL = 2**16
 
 
 def group_sizes(world: World) -> list[int]:
-    """2, 4, 8 ... and all."""
+    """Return the numbers of ranks to measure: 2, 4, 8 ... and all."""
     powers = [2**power for power in range(1, 20) if 2**power <= world.size]
     return sorted({*powers, world.size} - {1})
 
 
 def collective_rows(world: World, quick: bool) -> list[Row]:
-    """On every rank the same rows. Ranks beyond a group wait for it, so that nobody disturbs it."""
+    """Return the timings of all groups that this rank is in; ranks 0 and 1 are in all of them.
+
+    Ranks outside a group wait for it, so that they do not disturb its timing.
+    """
     rows: list[Row] = []
     for ranks in group_sizes(world):
         group = dist.new_group(list(range(ranks)))
@@ -48,14 +51,14 @@ def _of_group(world: World, group: dist.ProcessGroup, ranks: int, quick: bool) -
 
 
 def _doings(world: World, group: dist.ProcessGroup, size: int) -> dict[str, Doing]:
-    """``size``: bytes of the whole tensor that is summed or gathered."""
+    """Return the calls to time, by kind. ``size``: bytes of the whole tensor that is reduced or gathered."""
     ranks, device = dist.get_world_size(group), world.device
     whole = torch.zeros(size // 4, device=device)
     matrix = torch.zeros(ranks, max(1, size // 4 // ranks), device=device)
     exchange = ShardCollectives(group, device)
     doings: dict[str, Doing] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: exchange.gather_lines(matrix[0], 1)(),  # noqa: PLW0108 - it begins anew
+        "all_gather": lambda: exchange.gather_lines(matrix[0], 1)(),  # noqa: PLW0108 - each call starts a new one
         "reduce_scatter": lambda: exchange.sum_lines(matrix, 2)(),  # noqa: PLW0108
     }
     if size <= _SMALL:
@@ -66,8 +69,10 @@ def _doings(world: World, group: dist.ProcessGroup, size: int) -> dict[str, Doin
 
 
 def _ping(world: World, size: int) -> Doing:
-    """There and back, between ranks 0 and 1: twice the way of one message. Gloo's go through the host, as in a
-    pipeline (pipeline/transport.py)."""
+    """Return a call that sends a message from rank 0 to rank 1 and back, which takes twice the time of one message.
+
+    With gloo, GPU tensors are staged through host memory, as in a pipeline (parallel/pipeline/transport.py).
+    """
     staged = world.backend == "gloo" and world.device.type == "cuda"
     buffer = torch.zeros(size, dtype=torch.uint8, device="cpu" if staged else world.device)
     there = torch.zeros(size, dtype=torch.uint8, device=world.device) if staged else buffer
@@ -87,8 +92,10 @@ def _ping(world: World, size: int) -> Doing:
 
 
 def _timed(world: World, doing: Doing, group: dist.ProcessGroup, quick: bool) -> float:
-    """Seconds of one; all ranks do it as often, by what the first one found. The lower quartile, as what others do on
-    the machine is not its figure."""
+    """Return the seconds of one call. All ranks repeat it equally often; rank 0 decides how often.
+
+    The result is the lower quartile, to exclude the load of other processes on the machine.
+    """
     _once(world, doing)
     times = torch.tensor([max(3, min(50, int((0.05 if quick else 0.2) / _once(world, doing))))], device=world.device)
     dist.broadcast(times, 0, group=group)

@@ -1,4 +1,4 @@
-"""Matrix products, convolutions and attention: by size and dtype, in shapes that models have."""
+"""Measure matrix products, convolutions and attention by size and dtype, in shapes that occur in models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.tools.bench.device_timer import Call, DeviceTimer, Row
 
 Shape = tuple[int, ...]
 
-#: (batch, m, n, k). Squares, then what transformers have: tokens x width, the head's logits, a weight's gradient.
+#: (batch, m, n, k). Squares, then shapes of transformers: tokens x width, logits of the head, gradient of a weight.
 _GPU_SQUARES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _GPU_SKINNY: tuple[Shape, ...] = (
     *((1, 512, 768, 768), (1, 2048, 1024, 1024), (1, 4096, 3072, 768), (1, 8192, 1024, 4096), (1, 8192, 4096, 1024)),
@@ -25,10 +25,10 @@ _CPU_SKINNY: tuple[Shape, ...] = (
     *((1, 64, 128, 512), (1, 32, 256, 256), (1, 256, 768, 768), (1, 512, 2048, 512), (1, 512, 512, 2048)),
     *((1, 128, 64, 64), (16, 64, 64, 32), (1, 2048, 512, 512)),
 )
-#: from thin to thick, all else alike: as a linear layer has it on few rows
+#: from thin to thick, with all other dimensions equal: a linear layer on few rows
 _THIN: tuple[Shape, ...] = tuple((1, rows, 512, 256) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 
-#: (samples, channels, height and width, channels out, size of the filter), as residual networks have them
+#: (samples, channels in, height = width, channels out, size of the filter), as in residual networks
 _CONVOLUTIONS: tuple[Shape, ...] = (
     *((1, 64, 28, 64, 3), (8, 64, 56, 64, 3), (8, 256, 14, 256, 3), (64, 64, 56, 64, 3), (64, 128, 28, 128, 3)),
     *(
@@ -59,7 +59,7 @@ _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bf
 
 
 def dtypes_of(clock: DeviceTimer) -> tuple[str, ...]:
-    """What is worth measuring: CPUs compute float16 in software."""
+    """Return the dtypes worth measuring. CPUs compute float16 in software, so it is not measured there."""
     if not clock.on_gpu:
         return ("float32", "bfloat16")
     capability = torch.cuda.get_device_capability(clock.device)
@@ -94,7 +94,10 @@ def product_row(clock: DeviceTimer, dtype: str, shape: Shape) -> Row:
 
 
 def convolution_rows(clock: DeviceTimer, dtype: str, quick: bool) -> list[Row]:
-    """Forward and backward together; ``flops`` of the forward alone, a third of all."""
+    """Time forward and backward together. ``flops`` and ``seconds`` are for the forward's share, a third of the total.
+
+    For a convolution whose input needs no gradient the share is a half.
+    """
     shapes = _CONVOLUTIONS if clock.on_gpu else _CPU_CONVOLUTIONS
     return [_convolution(clock, dtype, shape) for shape in (shapes[1::2] if quick else shapes)]
 
@@ -114,7 +117,10 @@ def _convolution(clock: DeviceTimer, dtype: str, shape: Shape) -> Row:
 
 
 def attention_rows(clock: DeviceTimer, dtype: str, quick: bool) -> list[Row]:
-    """Forward and backward together; ``flops`` of the forward alone, of which backward has 2.5 times as many."""
+    """Time forward and backward together. ``flops`` and ``seconds`` are for the forward's share.
+
+    Backward has 2.5 times the FLOPs of forward.
+    """
     shapes = _ATTENTION if clock.on_gpu else _CPU_ATTENTION
     ways = (False, True) if clock.on_gpu else (False,)
     return [_attention(clock, dtype, shape, way) for shape in (shapes[:2] if quick else shapes) for way in ways]

@@ -1,6 +1,7 @@
-"""What training costs the host beside kernels: a step, a micro-batch, an action of a pipeline, a unit that is gathered.
+"""Measure the host costs of training beside kernels: per step, micro-batch, pipeline action, and gathered unit.
 
-Two ranks train a model so small that hardly anything else takes time, in several ways; differences tell what each adds.
+Two ranks train, with several plans, a model so small that hardly anything else takes time. The differences between the
+plans give the cost of each.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from echelon.distributed.world import World
 from echelon.tools.bench.device_timer import Row
 
 WIDTH, UNITS, ROWS = 16, 8, 32
-MANY = 9  # micro-batches, where one is not enough to tell
+MANY = 9  # micro-batches: the cost of a single one is too small to measure
 STEPS = 100
 
 
 def engine_rows(world: World, quick: bool) -> list[Row]:
-    """On every rank; ``kernels`` of one micro-batch through the whole model, ``seconds`` of a step."""
+    """Return one row per plan. Every rank calls this.
+
+    kernels:   kernels of one micro-batch through the whole model
+    units:     units that have parameters
+    messages:  collectives inside split layers
+    seconds:   seconds of a step
+    """
     from echelon.plan.draft import Draft
     from echelon.planner.profiling.profile import profile
 
@@ -52,7 +59,7 @@ def engine_rows(world: World, quick: bool) -> list[Row]:
 
 
 def _messages(found: Any, ranks: int) -> int:
-    """Of layers that are split over so many ranks."""
+    """Return the number of collectives inside layers that are split over ``ranks``; 0 if they cannot be."""
     if found.splits < ranks:
         return 0
     units = found.sheet(ROWS, ranks).units
@@ -60,17 +67,21 @@ def _messages(found: Any, ranks: int) -> int:
 
 
 def engine_figures(rows: Sequence[Row], launch: float, message: float = 0.0) -> dict[str, float]:
-    """``launch`` and ``message``: seconds of a kernel and of the shortest collective, which are counted elsewhere."""
+    """Return the host seconds by kind of cost, from the rows of ``engine_rows``.
+
+    launch:   seconds per kernel, subtracted because the cost model counts them separately
+    message:  seconds of the shortest collective, subtracted for the same reason
+    """
     seconds = {row["what"]: row["seconds"] for row in rows}
     kernels, units = rows[0]["kernels"] * launch, rows[0]["units"]
     each_micro = (seconds["micros"] - seconds["step"]) / (MANY - 1)
-    each_round = (seconds["actions"] - seconds["few actions"]) / MANY  # a forward and a backward on half of the model
+    each_round = (seconds["actions"] - seconds["few actions"]) / MANY  # forward and backward of half of the model
     found = {
         "step": seconds["step"] - kernels - max(0.0, each_micro - kernels),
         "micro": each_micro - kernels,
         "action": (each_round - kernels / 2) / 2,
         "deferred": (seconds["deferred"] - seconds["actions"]) / (2 + MANY) / (rows[0]["kernels"] / 2),
-        "unit": (seconds["gathers"] - seconds["step"]) / units / 2,  # each is gathered forward and backward
+        "unit": (seconds["gathers"] - seconds["step"]) / units / 2,  # each unit is gathered in forward and in backward
     }
     if "split" in seconds and rows[0]["messages"]:
         found["split"] = (seconds["split"] - seconds["step"]) / rows[0]["messages"] - message
@@ -103,7 +114,7 @@ def _seconds(world: World, found: Any, draft: Any, batch: tuple[torch.Tensor, ..
 
 
 def _low(world: World, step: Callable[[], object], steps: int) -> float:
-    """The lowest tenth: what others do is not its figure."""
+    """Return the first decile of the seconds of a step, to exclude the load of other processes."""
     seconds = []
     for _ in range(steps):
         dist.barrier(world.control)

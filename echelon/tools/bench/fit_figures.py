@@ -1,4 +1,4 @@
-"""From what was measured to the figures of a Device and a Link."""
+"""Compute the figures of a Device and a Link from measured rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ Points = list[tuple[float, float]]
 
 
 def device_figures(rows: Rows, device: Device, known: bool) -> dict[str, Any]:
-    """As an entry of a bench file. ``known``: the catalogue has this device's peaks, and they stay; otherwise the best
-    that was reached is the peak, and what the largest stream reached the bandwidth."""
+    """Return the figures of a device as an entry of a bench file.
+
+    known:  the device catalog has this device's peaks and bandwidth, which are kept; otherwise the peak is the highest
+            rate measured, and the bandwidth is the rate of the largest stream
+    """
     products = {name.split()[1]: part for name, part in rows.items() if name.startswith("products ")}
     together = [row for name, part in rows.items() if name != "alone" for row in part]
     computed = {dtype: [row for row in together if row.get("dtype") == dtype and "flops" in row] for dtype in products}
@@ -38,7 +41,7 @@ def device_figures(rows: Rows, device: Device, known: bool) -> dict[str, Any]:
         for dtype, part in products.items()
     }
     launches = {row["what"]: row["seconds"] for row in rows["launch"]}
-    synchronous = device.name == "CPU"  # the host is the device: what it takes to start a kernel adds to its time
+    synchronous = device.name == "CPU"  # the host is the device, so launch time adds to kernel time
     half = [dtype for dtype in ("bfloat16", "float16", "float32") if dtype in products][0 if known else -1]
     figures: dict[str, Any] = {
         "launch": launches["chain"],
@@ -81,7 +84,7 @@ def _engine(rows: Rows, launch: float) -> dict[str, float]:
 
 
 def _in_training(device: Device, seconds: float) -> float:
-    """What a step takes, for a second of its kernels one by one."""
+    """Return the time of a training step divided by the summed times of its kernels run alone; at least 1."""
     from echelon.planner.profiling.profile import profile
 
     model, batch = training()
@@ -91,7 +94,10 @@ def _in_training(device: Device, seconds: float) -> float:
 
 
 def _computing(rows: list[Row], bandwidth: float) -> list[Row]:
-    """Products that memory does not hold up. Those with little to add up are counted by their bytes."""
+    """Return the products that are compute-bound, or all of them if none is.
+
+    Products with a small k are memory-bound, and the cost model counts those by their bytes.
+    """
     return [row for row in rows if _moved(row) / bandwidth < row["seconds"] / 2] or rows
 
 
@@ -101,13 +107,16 @@ def _moved(row: Row) -> float:
 
 
 def _product_part(row: Row, peak: float, cores: int, thin: Curve) -> float:
-    """Of the peak, had the tiles filled the device and been thick: how far they do is for whoever reads the curve."""
+    """Return the fraction of the peak with tile quantization and thin shapes factored out.
+
+    The cost model applies both factors again when it reads the curve.
+    """
     shape = tuple(row["shape"])
     return _rate(row) / peak / tile_part(shape, cores) / thin_part(shape, thin)
 
 
 def _thin(rows: Sequence[Row]) -> Curve:
-    """By the smallest dimension; the thickest product is the whole."""
+    """Return the rate by smallest dimension, relative to the thickest product."""
     points = [(float(min(row["shape"][1:])), _rate(row)) for row in rows]
     return tuple((size, rate / points[-1][1]) for size, rate in _pooled(points))
 
@@ -117,13 +126,16 @@ def _rate(row: Row, what: str = "flops") -> float:
 
 
 def _streams(rows: Sequence[Row], bandwidth: float) -> Curve:
-    """Not made to rise: what fits into a cache is quicker than what does not."""
+    """Return the fraction of the bandwidth by bytes; it may fall, because data that fits into a cache is faster."""
     return tuple((row["bytes"], _rate(row, "bytes") / bandwidth) for row in rows)
 
 
 def rising(points: Iterable[tuple[float, float]]) -> Curve:
-    """A curve through points of many shapes: the middle one of each third of a decade, then made to rise, so that no
-    chance reading makes a larger product the quicker one."""
+    """Return a non-decreasing curve through points of many shapes.
+
+    It takes the median of each third of a decade, then a monotonic fit, so that measurement noise does not give a
+    larger product a lower rate.
+    """
     bins: dict[int, Points] = defaultdict(list)
     for size, value in points:
         bins[round(math.log10(size) * 3)].append((size, value))
@@ -137,7 +149,7 @@ def _middle(points: Points) -> tuple[float, float]:
 
 
 def _pooled(points: Points) -> Curve:
-    """The rising line that is nearest to the points: neighbours that fall are given their mean, over and over."""
+    """Return the non-decreasing curve nearest to the points (isotonic regression by pooling adjacent violators)."""
     pools: list[list[tuple[float, float]]] = []
     for point in points:
         pools.append([point])
@@ -152,7 +164,10 @@ def _mean(pool: Points) -> float:
 
 
 def link_figures(rows: Rows, name: str) -> dict[str, Any]:
-    """As an entry of a bench file: tables as measured, latency and bandwidth fitted to single messages."""
+    """Return the figures of a link as an entry of a bench file.
+
+    Tables of collectives are as measured; latency and bandwidth are fitted to point-to-point messages.
+    """
     tables: dict[tuple[str, int], Points] = defaultdict(list)
     for row in rows["collectives"]:
         tables[row["kind"], row["ranks"]].append((row["bytes"], row["seconds"]))
@@ -170,8 +185,10 @@ def link_figures(rows: Rows, name: str) -> dict[str, Any]:
 
 
 def alpha_beta(points: Points) -> tuple[float, float]:
-    """Latency and bandwidth of ``seconds = latency + bytes / bandwidth``, by least squares of relative errors: small
-    messages count as much as large ones."""
+    """Return (latency, bandwidth) of ``seconds = latency + bytes / bandwidth``.
+
+    The fit is by least squares of relative errors, so that small messages count as much as large ones.
+    """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
     x = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total

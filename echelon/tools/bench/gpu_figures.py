@@ -1,4 +1,4 @@
-"""Figures of a GPU by kinds of kernels: parts of the bandwidth and of the peak that each kind reaches."""
+"""Compute GPU figures by kind of kernel: the fraction of the bandwidth or peak that each kind reaches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Points = dict[str, list[tuple[float, float]]]
 
 
 def gpu_figures(rows: Rows, streams: Curve, bandwidth: float, peak: dict[str, float]) -> dict[str, Any]:
-    """As entries of a bench file; of rows that an older measurement does not have, nothing."""
+    """Return the GPU figures as entries of a bench file; empty for an older measurement without these rows."""
     if "kinds" not in rows:
         return {}
     parts: dict[str, float] = {}
@@ -49,7 +49,7 @@ def _attentions(rows: Rows, peak: dict[str, float]) -> dict[str, Curve]:
 
 
 def _convolutions(rows: Rows, peak: dict[str, float]) -> dict[str, Curve]:
-    """By dtype and sort. What several of one size reach is their mean time's."""
+    """Return the curves by dtype and ``sort_of``. Convolutions of equal FLOPs count with their mean time."""
     found: Points = defaultdict(list)
     for row in _of(rows, "convolutions "):
         _, channels, _, _, size = row["shape"]
@@ -65,7 +65,7 @@ def _of(rows: Rows, prefix: str) -> list[Row]:
 
 
 def _curves(points: Points) -> dict[str, Curve]:
-    """Those of one size are one point, their mean."""
+    """Return one curve per name; points of equal size are replaced by their mean."""
     curves = {}
     for name, found in points.items():
         by_size: dict[float, list[float]] = defaultdict(list)

@@ -1,5 +1,8 @@
-"""Kernels that a GPU is slower at than at a plain sum, by kind: what they reach of the bandwidth decides models that
-are not made of matrix products alone. Bytes are counted as launches.py counts them."""
+"""Measure, by kind, kernels that reach less of a GPU's bandwidth than a plain sum.
+
+They decide the speed of models that are not made of matrix products alone. Bytes are counted as in
+planner/profiling/kernel_costs.py.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from echelon.tools.bench.device_timer import Call, DeviceTimer, Row
 
 _ROWS, _WIDTH = 2**14, 2048
 
-#: (samples, channels, height and width), as residual networks have them: a channel is one block's work
+#: (samples, channels, height = width), as in residual networks; each channel is the work of one thread block
 _NORMED = ((64, 64, 56), (64, 128, 28), (64, 256, 56), (64, 512, 28), (64, 1024, 14), (64, 2048, 7))
 
 
 def kind_rows(clock: DeviceTimer, half: str, quick: bool) -> list[Row]:
-    """In float32 and ``half``; each with the bytes of one kernel."""
+    """Return one row per kind of kernel, in float32 and ``half``; ``bytes`` are those of all its kernels together."""
     return [row for dtype in ("float32", half) for row in _of_dtype(clock, dtype, half, quick)]
 
 
@@ -31,7 +34,7 @@ def _of_dtype(clock: DeviceTimer, dtype: str, half: str, quick: bool) -> Iterato
 
 
 def _calls(clock: DeviceTimer, dtype: torch.dtype, half: torch.dtype) -> dict[str, tuple[list[Call], float]]:
-    """By kind: what to time, and how many bytes all of it reads and writes."""
+    """Return, by kind, the calls to time and the bytes that they read and write in total."""
     x = torch.randn(_ROWS, _WIDTH, device=clock.device, dtype=dtype)
     other = x.to(half if dtype is torch.float32 else torch.float32)
     heads = x.view(16, -1, 4, _WIDTH // 256, 64)
@@ -75,7 +78,7 @@ def _batch_norm(clock: DeviceTimer, dtype: str, shape: tuple[int, int, int]) -> 
 
 
 def heavy_rows(clock: DeviceTimer, half: str) -> list[Row]:
-    """A function that takes many instructions for each entry, there and back."""
+    """Time forward and backward of a function (gelu) that takes many instructions per element."""
     x = torch.randn(_ROWS, _WIDTH, device=clock.device, dtype=getattr(torch, half), requires_grad=True)
     seconds = clock.seconds(lambda: torch.autograd.grad(gelu(x), x, x.detach()))
     return [{"entries": 2 * x.numel(), "seconds": seconds}]

@@ -1,4 +1,4 @@
-"""What a kernel costs however little it does: the host's time to start it, and the device's for the shortest one."""
+"""Measure the fixed costs of a kernel: host time to launch it, and device time of the shortest kernel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from echelon.tools.bench.device_timer import DeviceTimer, Row
 
 
 def launch_rows(clock: DeviceTimer) -> list[Row]:
-    """``chain``: seconds a kernel of a small transformer's forward and backward, through modules and autograd as
-    training goes; ``bare``: of the cheapest operation alone; ``device``: of the shortest kernel on the device."""
+    """Return the seconds per kernel, measured in three ways.
+
+    chain:  host seconds per kernel of a small transformer's forward and backward, through modules and autograd
+    bare:   host seconds of the cheapest operation alone
+    device: device seconds of the shortest kernel
+    """
     tiny = torch.zeros(8, device=clock.device)
     step = _chain(clock.device)
     with _OpCounter() as counted:
@@ -29,12 +33,15 @@ def launch_rows(clock: DeviceTimer) -> list[Row]:
 
 
 def training() -> tuple[nn.Module, Tensor]:
-    """A transformer that a core takes some milliseconds for, and a batch."""
+    """Return a transformer whose step takes one core a few milliseconds, and a batch for it."""
     return nn.Sequential(*(_Block(128) for _ in range(4))), torch.randn(8, 64, 128)
 
 
 def training_rows(clock: DeviceTimer) -> list[Row]:
-    """Forward and backward of it as a whole: kernels that follow each other find less in caches than one by itself."""
+    """Time forward and backward of the ``training`` model as a whole.
+
+    Consecutive kernels find less of their data in caches than a kernel that is timed alone.
+    """
     model, batch = training()
 
     def step() -> None:
@@ -48,7 +55,7 @@ def training_rows(clock: DeviceTimer) -> list[Row]:
 
 
 def _chain(device: torch.device) -> Any:
-    """A step of a transformer so small that a GPU waits for the host, and a CPU for Python."""
+    """Return a step of a transformer so small that its time is host overhead on a GPU, and Python overhead on a CPU."""
     width, samples, positions = (256, 2, 64) if device.type == "cuda" else (16, 1, 4)
     model = nn.Sequential(*(_Block(width) for _ in range(12))).to(device)
     batch = torch.randn(samples, positions, width, device=device)
@@ -56,12 +63,12 @@ def _chain(device: torch.device) -> Any:
     def step() -> None:
         model(batch).sum().backward()
 
-    step()  # gradients are there from now on, as in the second micro-batch
+    step()  # allocates the gradients, so that later steps accumulate as a second micro-batch does
     return step
 
 
 class _Block(nn.Module):
-    """As a GPT has it."""
+    """A transformer block as in GPT."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,7 +83,7 @@ class _Block(nn.Module):
 
 
 class _OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that do something: no views, no empty memory."""
+    """Counts operations that launch a kernel: all but views, detach and empty allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How fast a device reads and writes its memory: by size, and in an optimizer's update."""
+"""Measure the memory bandwidth of a device: by size, and in an optimizer's update."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 from echelon.tools.bench.device_timer import Call, DeviceTimer, Row
 
-#: Adam reads a parameter, its gradient and two averages, and writes three of them, in float32.
+#: Bytes per parameter. Adam reads a parameter, its gradient and two moments, and writes three of them, in float32.
 ADAM_BYTES = 28
 MOMENTUM_BYTES = 20
 _ENTRIES = 2**17
 
 
 def stream_rows(clock: DeviceTimer, quick: bool) -> list[Row]:
-    """A sum of two tensors into fresh memory, as models have it: what the allocator takes is in it."""
+    """Time, by size, a sum of two tensors into newly allocated memory as in models; allocator time is included."""
     largest = 2**30 if clock.on_gpu else 2**27
     sizes = [2**power for power in range(12, 31, 4 if quick else 2) if 2**power <= largest]
     return [stream_row(clock, size) for size in sizes]
@@ -28,7 +28,7 @@ def stream_row(clock: DeviceTimer, size: int) -> Row:
 
 
 def function_rows(clock: DeviceTimer) -> list[Row]:
-    """A function that takes a CPU many instructions for each entry."""
+    """Time a function (gelu) that takes a CPU many instructions per element."""
 
     def make() -> Call:
         x = torch.randn(_ENTRIES, device=clock.device)

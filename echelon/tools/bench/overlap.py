@@ -1,4 +1,4 @@
-"""A sum over ranks while they compute: how much of it computing hides, and how much slower both become."""
+"""Measure an all-reduce while ranks compute: how much of it is overlapped, and how much slower both become."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import torch.distributed as dist
 from echelon.distributed.world import World
 from echelon.tools.bench.device_timer import Row
 
-_SMALL = 2**16  # numbers that are summed in the middle of computing
-_TURN, _TURNS = 0.002, 10  # seconds of computing between two sums, and how many there are
+_SMALL = 2**16  # elements of the all-reduce in the middle of computing
+_TURN, _TURNS = 0.002, 10  # seconds of computing before each all-reduce, and number of all-reduces
 
 
 def overlap_rows(world: World, quick: bool) -> list[Row]:
-    """On every rank: seconds of computing alone, of summing alone, and of both at once; about as long each."""
+    """Return the seconds of computing alone, of an all-reduce alone, and of both at once, and the skew.
+
+    The computation is sized to take about as long as the all-reduce. Every rank calls this.
+    """
     on_gpu = world.device.type == "cuda"
     message = torch.zeros((2**20 if quick else 2**22) * (4 if world.backend == "nccl" else 1), device=world.device)
     side = 2048 if on_gpu else 256
@@ -42,8 +45,10 @@ def overlap_rows(world: World, quick: bool) -> list[Row]:
 
 
 def _skew(world: World, compute: Callable[[int], None]) -> float:
-    """Seconds that a sum in the middle of computing takes longer than one by itself: ranks wait for each other, and
-    whoever carries messages for a core."""
+    """Return the extra seconds of an all-reduce in the middle of computing, compared with one by itself.
+
+    The causes are that ranks wait for each other, and that the communication thread waits for a core.
+    """
     small = torch.zeros(_SMALL, device=world.device)
     calls = _agreed(world, max(1, round(_TURN / _middle(world, lambda: compute(4)) * 4)))
 
@@ -58,7 +63,7 @@ def _skew(world: World, compute: Callable[[int], None]) -> float:
 
 
 def hidden_part(row: Row) -> float:
-    """1: both took no longer than the longer of them; 0: as long as one after the other."""
+    """Return the overlapped fraction: 1 if both took no longer than the longer one, 0 if they took the sum of both."""
     shorter = min(row["compute"], row["sum"])
     return float(min(1.0, max(0.0, (row["compute"] + row["sum"] - row["both"]) / shorter)))
 
@@ -77,7 +82,7 @@ def _middle(world: World, doing: Callable[[], object]) -> float:
 
 
 def _agreed(world: World, number: int) -> int:
-    """The first rank's, on all of them."""
+    """Broadcast rank 0's number to all ranks."""
     told = torch.tensor([number])
     dist.broadcast(told, 0, group=world.control)
     return int(told)

@@ -1,7 +1,8 @@
-"""One process of a measurement, started by crew.py: ``python -m ....bench.rank RESULT [--quick|--engine]``.
+"""One rank of a measurement: ``python -m echelon.tools.bench.rank_process RESULT [--quick] [--engine]``.
 
-Ranks with a core or a GPU each measure it at the same time, because training has them all at work at the same time and
-they share memory and heat. Where there are more ranks than that, the others wait, and take part only in talking.
+ranks.py starts it. All ranks that have a GPU or a core of their own measure it at the same time, because in training
+all devices work at the same time and share memory bandwidth and cooling. If there are more ranks than devices, the
+others wait, and take part only in the measurement of collectives.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def measure(world: World, quick: bool) -> Rows:
 
 
 def devices_here(world: World) -> int:
-    """How many ranks have a GPU or a core of their own; the others would only slow them down."""
+    """Return the number of ranks that have a GPU or a core of their own; more ranks would only slow these down."""
     return torch.cuda.device_count() if world.device.type == "cuda" else cores()
 
 
@@ -97,7 +98,7 @@ def _device_parts(world: World, quick: bool) -> list[Part]:
 
 
 def alone_rows(world: World, clock: DeviceTimer) -> list[Row]:
-    """The first rank with nobody else at work, to see what the others take from it."""
+    """Measure rank 0 while all other ranks are idle, to see how much the others slow it down."""
     if world.rank:
         return []
     shape, size = ((1, 4096, 4096, 4096), 2**28) if clock.on_gpu else ((1, 512, 512, 512), 2**24)
@@ -119,7 +120,7 @@ def _together(world: World) -> None:
 
 
 def _words(rows: list[Row]) -> str:
-    """The best of what was measured, as a line of progress says it."""
+    """Return the best of the measured rates as text for a progress line."""
     words = [f"{row['what']} {row['seconds'] * 1e6:.1f} us" for row in rows if "what" in row]
     for name, unit in (("flops", "GFLOP/s"), ("bytes", "GB/s")):
         rates = [row[name] / row["seconds"] / 1e9 for row in rows if name in row]

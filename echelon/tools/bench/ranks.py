@@ -1,4 +1,4 @@
-"""Starting the processes of a measurement: real ranks of one job on this host."""
+"""Start the processes of a measurement: the ranks of one job on this host."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from echelon.base.environment import LOOPBACK
 from echelon.base.errors import EchelonError
 from echelon.base.network import free_ports
 
-LIMIT = 300.0  #: seconds after which a measurement has gone wrong
+LIMIT = 300.0  #: seconds after which a measurement is given up
 
 
 def run_ranks(processes: int, quick: bool, *, engine: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """What the first of ``processes`` ranks has measured; ``engine``: what training costs them, and nothing else."""
+    """Start ``processes`` ranks and return the measurements of rank 0.
+
+    quick:   measure fewer sizes, and each for a shorter time
+    engine:  measure only the host costs of training (engine_costs.py)
+
+    Raises EchelonError if a rank fails, or if the measurement takes longer than LIMIT.
+    """
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as directory:
         result = Path(directory) / "rows.json"
         command = [sys.executable, "-m", "echelon.tools.bench.rank_process", str(result)]
@@ -52,7 +58,7 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """For all of them; the first that fails, or the time limit, ends the measurement."""
+    """Wait for all ranks. Raises EchelonError as soon as one of them fails, or after LIMIT seconds."""
     deadline = time.monotonic() + LIMIT
     while None in (codes := [process.poll() for process in ranks]):
         failed = [rank for rank, code in enumerate(codes) if code]

@@ -1,1 +1,1 @@
-"""``echelon doctor``: what every host, every rank and every link between them is like, as a job would meet them."""
+"""``echelon doctor``: checks every host, every rank and every link between them under the conditions of a job."""

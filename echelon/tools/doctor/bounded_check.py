@@ -1,4 +1,4 @@
-"""A check that hangs or breaks is a fact of its own, and the other checks go on."""
+"""Checks with a time limit: a check that hangs or raises is recorded as failed, and the other checks go on."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-#: What a check has found, as JSON has it. A check that came to nothing leaves ``{FAILED: why}``.
+#: The result of a check as JSON values. A failed check leaves ``{FAILED: reason}``.
 Facts = dict[str, Any]
 FAILED = "failed"
 
 
 class CheckFailed(Exception):
-    """The check came to nothing; its message says why."""
+    """Raised if a check raised or timed out; the message says why."""
 
 
 def run_bounded(check: Callable[[], T], seconds: float) -> T:
-    """What ``check`` returns, within ``seconds``; else ``CheckFailed``. One that hangs is left behind in its thread."""
+    """Return the result of ``check``. Raises ``CheckFailed`` if ``check`` raises or takes longer than ``seconds``.
+
+    A check that hangs is left in its daemon thread.
+    """
     found: list[T] = []
     broken: list[BaseException] = []
 
@@ -38,7 +41,7 @@ def run_bounded(check: Callable[[], T], seconds: float) -> T:
 
 
 def facts_of(check: Callable[[], Facts], seconds: float) -> Facts:
-    """As ``run_bounded``, with the failure as a fact."""
+    """Return the result of ``check``, or ``{FAILED: reason}`` if it raises or takes longer than ``seconds``."""
     try:
         return run_bounded(check, seconds)
     except CheckFailed as failure:

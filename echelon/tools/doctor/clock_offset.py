@@ -1,4 +1,4 @@
-"""How far a host's clock is from the first host's, measured through the store both of them use."""
+"""Measurement of the clock offset between a host and the first host, through the store that both use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROUNDS, _PATIENCE = 6, 10.0
 
 
 def answer_all(board: MessageStore, hosts: Iterable[int]) -> None:
-    """The first host's side: tells the time to each of the others in turn."""
+    """Answer the time requests of all other hosts in turn, on the first host."""
     for host in hosts:
         for turn in range(_ROUNDS):
             hear = board.soon if turn else board.get
@@ -22,7 +22,10 @@ def answer_all(board: MessageStore, hosts: Iterable[int]) -> None:
 
 
 def ask(board: MessageStore, host: int, patience: float) -> Facts:
-    """Seconds by which our clock is ahead, give or take ``within``: half of the quickest round trip."""
+    """Return the seconds by which this host's clock is ``ahead`` of the first host's.
+
+    The uncertainty ``within`` is half of the quickest round trip.
+    """
     found: list[tuple[float, float]] = []
     for turn in range(_ROUNDS):
         start, since = time.time(), time.perf_counter()
@@ -40,5 +43,5 @@ def ask(board: MessageStore, host: int, patience: float) -> Facts:
 
 
 def offset(asked: float, trip: float, told: float) -> tuple[float, float]:
-    """(Uncertainty, how far we are ahead): the answer was given somewhere between asking and hearing it."""
+    """Return (uncertainty, seconds ahead): the answer was given at some time during the round trip."""
     return trip / 2, asked + trip / 2 - told

@@ -1,4 +1,4 @@
-"""One rank: its device, the cores it may run on, and how fast both are. Measured as ``echelon bench`` does."""
+"""Facts about one rank: its device, its CPU affinity and its speed, measured as ``echelon bench`` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.tools.bench.device_timer import DeviceTimer
 from echelon.tools.bench.memory_bandwidth import stream_row
 from echelon.tools.doctor.bounded_check import Facts
 
-#: Side of the square matrices, and bytes read and written: enough to fill the device, and still quick.
+#: Side of the square matrices, and bytes read and written: large enough to fill the device, and still quick.
 _GPU_SIDE, _CPU_SIDE, _GPU_STREAM, _CPU_STREAM = 8192, 512, 2**30, 2**26
 
 
@@ -40,7 +40,7 @@ def describe(place: RankInfo) -> Facts:
 
 
 def ranges(numbers: list[int]) -> str:
-    """``0-3,8`` for 0, 1, 2, 3, 8."""
+    """Format sorted numbers as ranges: ``0-3,8`` for 0, 1, 2, 3, 8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -51,10 +51,10 @@ def ranges(numbers: list[int]) -> str:
 
 
 def speeds(place: RankInfo) -> Facts:
-    """FLOP/s of a large product and bytes/s of memory, all ranks at work at the same time, as in training."""
+    """Measure FLOP/s of a large matrix product and memory bytes/s, on all ranks at the same time, as in training."""
     device = device_of(place)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: events are recorded on its own device
+        torch.cuda.set_device(device)  # the current device is per thread, and CUDA events are recorded on it
     clock = DeviceTimer(device, 0.04 if device.type == "cuda" else 0.1)
     side = _GPU_SIDE if clock.on_gpu else _CPU_SIDE
     stream = stream_row(clock, _GPU_STREAM if clock.on_gpu else _CPU_STREAM)

@@ -1,4 +1,4 @@
-"""The path of the checkpoints: room, speed, and whether all hosts see the same directory."""
+"""Checks of the checkpoint directory: free space, speed, and visibility from all hosts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from echelon.tools.doctor.bounded_check import Facts
 
 _PIECE = 2**22
-#: Bytes written and read back, and how often a small write is waited for.
+#: Bytes written and read back, and number of small writes with fsync.
 _WHOLE, _SYNCS = 2**26, 12
 
 
 def room(directory: Path) -> Facts:
-    """Bytes and inodes that are free, and whether we may write: tried, not asked."""
+    """Return the free bytes and inodes. Raises ``OSError`` if a test file cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
     with _scratch(directory) as path:
         path.write_bytes(b"here")
@@ -31,7 +31,7 @@ def room(directory: Path) -> Facts:
 
 
 def speeds(directory: Path) -> Facts:
-    """Bytes/s written with an fsync at the end, and read back past the cache; seconds of a small write with fsync."""
+    """Measure bytes/s of writing with a final fsync and of reading past the cache, and seconds of a small fsync."""
     with _scratch(directory) as path:
         start = time.perf_counter()
         _write(path)
@@ -54,11 +54,11 @@ def remove_mark(directory: Path, name: str) -> Facts:
 
 
 def sees_mark(directory: Path, name: str, seconds: float) -> bool:
-    """Whether what another host wrote is here; network file systems may take a while to show it."""
+    """Return True if the file of another host appears within ``seconds``; network file systems may show it late."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            os.scandir(directory).close()  # NFS looks again when the directory is opened
+            os.scandir(directory).close()  # NFS revalidates its cache when the directory is opened
             if (directory / name).read_text(encoding="utf-8") == name:
                 return True
         time.sleep(0.1)
@@ -75,7 +75,7 @@ def _scratch(directory: Path) -> Iterator[Path]:
 
 
 def _write(path: Path) -> None:
-    piece = os.urandom(_PIECE)  # zeros would be squeezed by some file systems
+    piece = os.urandom(_PIECE)  # some file systems compress zeros
     with path.open("wb", buffering=0) as file:
         for _ in range(_WHOLE // _PIECE):
             file.write(piece)

@@ -1,4 +1,4 @@
-"""All that was found, from which the verdicts and the text are made."""
+"""Data of the doctor's report, from which the findings and the text are made."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from echelon.tools.doctor.wrong_nic import GLOO, NCCL, HostNics
 
 @dataclass
 class DoctorReport:
-    """Hosts by their place in the job, ranks by their number."""
+    """The facts about a job. Hosts are keyed by node rank, ranks by their global rank."""
 
     world_size: int
     checkpoint: str | None
     quick: bool
-    #: where the first host's store is, in words
+    #: address (and interface) of the first host's store, as text
     store: str = ""
     hosts: dict[int, Facts] = field(default_factory=dict)
     ranks: dict[int, Facts] = field(default_factory=dict)
-    #: from which host to which, and there to which interface: '' for reached, or why not
+    #: by source host, target host and interface of the target: '' if reached, or the reason for failure
     knocks: dict[int, dict[int, dict[str, str]]] = field(default_factory=dict)
-    #: torch.distributed: what all ranks together reach; or that it ``failed``, or was ``left_out``, and why
+    #: all-reduce measurements over all ranks; or the reason why they ``failed`` or were ``left_out``
     together: Facts = field(default_factory=dict)
     pairs: list[Facts] = field(default_factory=list)
     when: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
 
     def name(self, node: int) -> str:
-        """The host's name; with its place where two have the same."""
+        """Return the host's name, followed by its node rank if several hosts have the same name."""
         if node not in self.hosts:
             return f"number {node}"
         name = name_of(self.hosts[node])
@@ -47,7 +47,7 @@ class DoctorReport:
 
     @property
     def used(self) -> list[str]:
-        """The variables of the libraries that ranks will talk through: Gloo always, NCCL where all have a GPU."""
+        """The interface variables of the libraries that the job uses: Gloo always, NCCL if all ranks have a GPU."""
         on_gpu = self.ranks and all(facts.get("device", "CPU") != "CPU" for facts in self.ranks.values())
         return [GLOO, NCCL] if on_gpu else [GLOO]
 
@@ -56,14 +56,14 @@ class DoctorReport:
         return {node: HostNics(self.name(node), one.nics, one.choices) for node, one in found.items()}
 
     def part(self, name: str) -> Iterator[tuple[int, Facts]]:
-        """That part of every host's facts that was found."""
+        """Yield one named part of each host's facts, for the hosts whose check did not fail."""
         for node, host in self.hosts.items():
             facts: Any = host.get(name)
             if facts and FAILED not in facts:
                 yield node, facts
 
     def between(self) -> dict[tuple[int, int], Facts]:
-        """Pairs of ranks on different hosts."""
+        """Return the measured pairs of ranks on different hosts."""
         return {pair: row for pair, row in self._pairs() if self._node(pair[0]) != self._node(pair[1])}
 
     def within(self) -> dict[tuple[int, int], Facts]:

@@ -1,7 +1,7 @@
-"""What ``echelon doctor`` runs in every rank: look, tell the first rank, and let it write the report.
+"""The program that ``echelon doctor`` runs in every rank: run checks and send the results to rank 0, which reports.
 
-The first process of a host (its leader) looks at the host. Nothing here waits without a limit: in the very cases that
-this is for, others never come.
+The first process of a host (its leader) checks the host. Every wait has a limit, because in the cases that the doctor
+is for, other ranks never come.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from echelon.tools.doctor.report_text import text_of
 from echelon.tools.doctor.store_messages import MessageStore, open_message_store
 from echelon.tools.doctor.verdicts import findings, nic_findings
 
-#: Seconds: to reach the store; for the others to have imported torch; for a host to finish a step; for all of it.
+#: Limits in seconds: to reach the store; for others to import torch; for a host to finish a step; for the whole run.
 STORE, START, STEP, WHOLE = 15.0, 30.0, 60.0, 400.0
-#: Limits of single checks, and of torch.distributed: to join, and for all that is measured.
+#: Limits in seconds: a disk check; a device check; to join torch.distributed; all measurements through it.
 DISK, DEVICE, JOIN, TALK = 20.0, 30.0, 20.0, 150.0
-#: A file is seen by the other hosts within so many seconds, or it is not the same directory.
+#: Seconds within which other hosts must see a file; otherwise the directory is not shared.
 SEEN = 5.0
 
 
@@ -49,12 +49,12 @@ def main() -> None:
     try:
         board = open_message_store(place, STORE, os.environ.get(RESTART_COUNT, "0"))
     except PeerLost:
-        time.sleep(START)  # the first rank has its say before the launcher ends it for our failure
+        time.sleep(START)  # rank 0 must report before the launcher stops it because of this rank's failure
         raise
     code = Examination(asked, place, board).run()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-    os._exit(code)  # a check may have left a thread that hangs
+    os._exit(code)  # a check may have left a hanging thread
 
 
 def _asked(words: list[str]) -> DoctorOptions:
@@ -66,7 +66,7 @@ def _asked(words: list[str]) -> DoctorOptions:
 
 
 class Examination:
-    """The same steps on every rank; some are for leaders, and the first rank collects."""
+    """The checks of one rank. Every rank runs the same steps; some are for leaders, and rank 0 collects the results."""
 
     def __init__(self, asked: DoctorOptions, place: RankInfo, board: MessageStore) -> None:
         self._asked, self._place, self._board = asked, place, board
@@ -75,7 +75,7 @@ class Examination:
         self._node = place.node_rank
 
     def run(self) -> int:
-        """The exit code: 1 on the first rank when something is wrong and nobody waits for the result in a file."""
+        """Run all checks and return the exit code: 1 on rank 0 if there are errors and no result file, else 0."""
         self._board.put(f"rank/{self._place.rank}", self._describe())
         if self._leader:
             self._look_at_host()
@@ -88,7 +88,7 @@ class Examination:
     def _describe(self) -> Facts:
         return {"node": self._node, **facts_of(partial(device_facts.describe, self._place), DEVICE)}
 
-    # The steps of a leader
+    # ---- steps of a leader ----
 
     def _look_at_host(self) -> None:
         report = self._report
@@ -121,7 +121,7 @@ class Examination:
         return [node for node in self._nodes if node != self._node]
 
     def _routes(self, cards: dict[int, Any], knocks: dict[int, dict[str, str]]) -> Facts:
-        """To the address of each host that answered us, or to the first that it has."""
+        """Return the routes to each other host, at an address that this host reached, or else at the first address."""
         towards = {}
         for node, card in cards.items():
             where = {name: address for name, (address, _) in card["where"].items()}
@@ -152,19 +152,19 @@ class Examination:
             return found
         return found | facts_of(partial(disk.speeds, directory), DISK)
 
-    # The steps of every rank
+    # ---- steps of every rank ----
 
     def _measure_device(self) -> None:
         if self._asked.quick:
             return
-        self._board.get("looked", WHOLE)  # all at the same time, as in training
+        self._board.get("looked", WHOLE)  # all ranks measure at the same time, as in training
         self._board.put(f"speeds/{self._place.rank}", facts_of(partial(device_facts.speeds, self._place), DEVICE))
         if self._first:
             for rank, facts in self._board.gather("speeds", self._report.ranks, DEVICE + STEP).items():
                 self._report.ranks[rank]["speeds"] = facts
 
     def _talk(self) -> None:
-        """Through torch.distributed, unless it is known that this would hang."""
+        """Run the measurements through torch.distributed, unless they are known to hang."""
         if self._first:
             self._board.put("talk", {"why_not": self._why_not(), "ranks_of": self._ranks_of()})
         agreed = self._board.get("talk", WHOLE) or {"why_not": "the first rank is gone"}
@@ -198,18 +198,21 @@ class Examination:
         wrong = [f"rank {rank}: {facts[FAILED]}" for rank, facts in said.items() if FAILED in facts]
         report.together = {FAILED: "; ".join(wrong[:2])} if wrong else said.get(0, {FAILED: "rank 0 has not ended"})
 
-    # The end
+    # ---- end ----
 
     def _conclude(self) -> None:
         found = findings(self._report)
-        with contextlib.suppress(BrokenPipeError):  # who reads on only wanted the first lines
+        with contextlib.suppress(BrokenPipeError):  # the reader, such as ``head``, has closed the pipe
             print(text_of(self._report, found), flush=True)
         if self._asked.json is not None:
             _write(Path(self._asked.json), asdict(self._report) | {"findings": [asdict(one) for one in found]})
         self._board.put("end", sum(one.wrong for one in found))
 
     def _end(self) -> int:
-        """All hosts learn the result, by a file where the command waits for it: one that is there already."""
+        """Wait for the number of errors, write it to the result file if that file exists, and return the exit code.
+
+        The command creates the result file on each host where it waits for the result.
+        """
         wrong = int(self._board.get("end", WHOLE) or 0)
         self._board.put(f"gone/{self._place.rank}", True)
         result = Path(os.environ.get(DOCTOR_RESULT, ""))
@@ -223,7 +226,10 @@ class Examination:
 
 
 def _where(place: RankInfo) -> str:
-    """Where the store is, and on which interface if it is ours: a wrong one is why ranks of other hosts never come."""
+    """Return the address of the store, with its interface if it is on this host.
+
+    A wrong interface is a reason why ranks of other hosts never come.
+    """
     carrier = network.interface_with(place.master_addr)
     return f"{place.master_addr}:{place.master_port}" + (f" on {carrier}" if carrier else "")
 

@@ -1,4 +1,4 @@
-"""One thing to look at, in a sentence."""
+"""One finding of the doctor, as a sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class DoctorFinding:
     sentence: str
-    #: a job will fail or hang by it; without it, a job may be slow, or fail later
+    #: True: a job will fail or hang; False: a job may be slow, or fail later
     wrong: bool = False
 
     @property
@@ -17,6 +17,6 @@ class DoctorFinding:
 
 
 def listed(words: list[str], most: int = 6) -> str:
-    """``a, b and 3 more``."""
+    """Join words to a text such as ``a, b and 3 more``."""
     rest = len(words) - most
     return ", ".join(words) if rest <= 0 else f"{', '.join(words[:most])} and {rest} more"

@@ -1,4 +1,4 @@
-"""All that one process of a host can tell about it before the hosts talk, each check bounded."""
+"""Facts that one process of a host collects before the hosts communicate; every check has a time limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def network_facts() -> Facts:
 
 
 def host_nics(host: Facts) -> HostNics:
-    """Of a host, from the facts that it sent."""
+    """Return the network interfaces of a host from its facts."""
     found = host["network"]
     return HostNics(
         name_of(host),
@@ -52,7 +52,7 @@ def name_of(host: Facts) -> str:
 
 
 def port_range(path: Path) -> list[int] | None:
-    """The first and the last of the ports that the kernel deals out."""
+    """Return the first and the last port of the kernel's ephemeral range; None if it cannot be read."""
     try:
         first, last = path.read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -61,7 +61,7 @@ def port_range(path: Path) -> list[int] | None:
 
 
 def routes(addresses: dict[int, str]) -> dict[int, Facts]:
-    """To each of the other hosts: interface, gateway, and our own address on the way."""
+    """Return the route to each of the other hosts: destination address, interface and gateway."""
     table = Path("/proc/self/net/route").read_text(encoding="ascii")
     found = {}
     for host, address in addresses.items():

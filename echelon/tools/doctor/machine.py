@@ -1,4 +1,4 @@
-"""One host without its network: its system, what is installed, and how much of it a process may have."""
+"""Facts about one host, except its network: system, versions, capacity and limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def system() -> Facts:
 
 
 def versions() -> Facts:
-    """Of all that must be alike on all hosts."""
+    """Return versions and installation paths; most versions must be the same on all hosts."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -52,7 +52,7 @@ def versions() -> Facts:
 
 
 def capacity(root: Path = Path("/")) -> Facts:
-    """What there is, and what the control group and the affinity leave of it. Bytes."""
+    """Return the cores and memory of the host, and the part that cgroup and affinity allow. Memory is in bytes."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": processor(),
@@ -68,13 +68,16 @@ def capacity(root: Path = Path("/")) -> Facts:
 
 
 def limits() -> Facts:
-    """Soft limits; ``None`` for unlimited. And whether there is RDMA, which needs locked memory."""
+    """Return the soft limits (``None`` for unlimited) and the RDMA devices, which need locked memory."""
     found: Facts = {name: _soft(number) for name, number in _LIMITS.items()}
     return found | {"rdma": rdma_devices(Path("/sys/class/infiniband"))}
 
 
 def machine_identity() -> str:
-    """The same for two launchers on one machine in one network namespace: then loopback joins them."""
+    """Return an identifier that is equal for launchers on one machine in one network namespace.
+
+    Such launchers can reach each other through loopback.
+    """
     return f"{_read('/proc/sys/kernel/random/boot_id').strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
@@ -90,7 +93,7 @@ def os_name(release: str) -> str:
 
 
 def driver_version(text: str) -> str | None:
-    """NVIDIA's, as the kernel has it; there also where torch cannot use it."""
+    """Return the version of the NVIDIA kernel driver, also if torch cannot use the driver; None without a driver."""
     found = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
     return found[1] if found else None
 

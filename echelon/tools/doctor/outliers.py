@@ -1,4 +1,4 @@
-"""What is far from the rest of its kind."""
+"""Detection of values that are far worse than the median."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-#: How far from the median, as a factor, is far.
+#: Factor from the median beyond which a value is an outlier.
 FAR = 1.5
 
 
 def slow(values: Mapping[K, float], *, more_is_better: bool) -> dict[K, float]:
-    """Those that are more than ``FAR`` worse than the median, and by what factor."""
+    """Return the factor from the median for each value that is worse than the median by more than ``FAR``."""
     if len(values) < 2:
         return {}
     middle = statistics.median(values.values())

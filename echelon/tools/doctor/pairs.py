@@ -1,4 +1,4 @@
-"""Latency and bandwidth between ranks: every pair on different hosts, one pair within each host, and all together."""
+"""Latency and bandwidth of pairs of ranks on different hosts, of one pair within each host, and of all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from echelon.distributed.world import World
 from echelon.tools.doctor.bounded_check import Facts
 
 Pair = tuple[int, int]
-#: Steps of pairs beyond which only ranks with the same place on their hosts are paired.
+#: With more steps than this, only ranks with the same index on their hosts are paired.
 MOST_STEPS = 512
 _SMALL, _PINGS, _LARGE_PINGS = 8, 20, 3
 _LARGE = {"gloo": 2**22, "nccl": 2**26}
 
 
 def host_rounds(hosts: Sequence[int]) -> list[list[Pair]]:
-    """Every two hosts meet once, and in a round each host meets at most one other (the circle of a tournament)."""
+    """Return rounds of host pairs: every two hosts are paired once, and each host is in at most one pair per round.
+
+    This is the circle method of round-robin tournaments.
+    """
     circle: list[int | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     found = []
     for _ in range(len(circle) - 1):
@@ -32,7 +35,7 @@ def host_rounds(hosts: Sequence[int]) -> list[list[Pair]]:
 
 
 def steps(ranks_of: Mapping[int, Sequence[int]]) -> list[list[Pair]]:
-    """What is measured at the same time: pairs that share no host, so that none takes another's bandwidth."""
+    """Return steps of rank pairs to measure concurrently. Pairs of a step share no host, hence no bandwidth."""
     within = [(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]
     found = [within] if within else []
     every = _is_few(ranks_of)
@@ -55,7 +58,10 @@ def _between(some: Sequence[int], others: Sequence[int], every: bool) -> list[Pa
 
 
 def pair_rows(world: World, plan: Sequence[Sequence[Pair]], seconds: float) -> list[Facts]:
-    """Those that this rank has measured: it is the first of its pair. After ``seconds`` all ranks stop together."""
+    """Measure the pairs of all steps and return the rows of pairs whose first rank is this rank.
+
+    All ranks stop together after ``seconds``.
+    """
     rows, deadline = [], time.monotonic() + seconds
     for step in plan:
         goes_on = torch.tensor([int(time.monotonic() < deadline)])
@@ -76,7 +82,7 @@ def _measure(world: World, pair: Pair) -> Facts:
 
 
 def _one_way(world: World, pair: Pair, size: int, times: int) -> float:
-    """Seconds of one message: half of the way there and back."""
+    """Return the seconds of one message: half of a round trip."""
     first = world.rank == pair[0]
     other = pair[1] if first else pair[0]
     buffer = torch.zeros(size, dtype=torch.uint8, device=world.device if world.backend == "nccl" else "cpu")
@@ -89,7 +95,7 @@ def _one_way(world: World, pair: Pair, size: int, times: int) -> float:
 
 
 def all_together(world: World) -> Facts:
-    """Seconds of a small sum over all ranks; bus bandwidth of a large one (what each link carries, as nccl-tests)."""
+    """Measure the latency of a small all-reduce, and the bus bandwidth (as in nccl-tests) of a large one."""
     on = world.device if world.backend == "nccl" else torch.device("cpu")
     small, large = torch.zeros(2, device=on), torch.zeros(_LARGE[world.backend] // 4, device=on)
     latency = _undisturbed(_timed(world, lambda: dist.all_reduce(small), _PINGS))
@@ -99,14 +105,14 @@ def all_together(world: World) -> Facts:
 
 
 def sums_right(world: World) -> bool:
-    """Whether a sum over all ranks is what it must be."""
+    """Return True if an all-reduce over all ranks gives the right sum."""
     mine = torch.tensor([float(world.rank + 1)], device=world.device)
     dist.all_reduce(mine)
     return int(mine.item()) == world.size * (world.size + 1) // 2
 
 
 def _undisturbed(times: Sequence[float]) -> float:
-    """The lower quartile, of few the quickest: what others do on the machine is not its figure."""
+    """Return the lower quartile, or the minimum of up to 3 times, to exclude disturbance by other processes."""
     return statistics.quantiles(times, n=4)[0] if len(times) > 3 else min(times)
 
 

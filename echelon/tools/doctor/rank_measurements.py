@@ -1,4 +1,4 @@
-"""The ranks join torch.distributed, as ``echelon.init`` has it, and measure one another."""
+"""Measurements between ranks that have joined torch.distributed through ``echelon.init``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ PAIRS = 90.0
 
 
 def talk(ranks_of: Mapping[int, Sequence[int]], seconds: float, quick: bool) -> Facts:
-    """``ranks_of``: the ranks of each host. ``seconds``: for every wait for another rank."""
+    """Join torch.distributed, check an all-reduce, and measure latencies and bandwidths between ranks.
+
+    ranks_of: ranks of each host
+    seconds:  limit for every wait for another rank
+    quick:    True to check the all-reduce only
+    """
     # NCCL's watchdog would end this process, and the report with it, when a collective takes too long
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     world = init(timeout=seconds)

@@ -1,7 +1,7 @@
-"""Which interface of a host can be reached from which other: real connections, to a fresh port on every address.
+"""Reachability of every host's interfaces from every other host, by real connections to a fresh port on each address.
 
-Who is called answers with a word of its own. Two hosts often have the same address on an inner interface (docker0,
-loopback), and a host that calls it there reaches itself.
+A listener answers with a random token of its host. Two hosts often have the same address on an internal interface
+(docker0, loopback), and a host that connects to such an address reaches itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from echelon.base import network
 
-#: Seconds for one connection; calls at the same time.
+#: Seconds for one connection; number of concurrent connections.
 PATIENCE, _AT_ONCE = 3.0, 32
 REACHED = ""
 
 
 class ProbeListeners:
-    """A listening port on every address of this host, until closed. ``card`` is what others need to call there."""
+    """A listening port on every address of this host, until closed. ``card`` has the token and the addresses."""
 
     def __init__(self, nics: list[network.Nic]) -> None:
         self._word = secrets.token_hex(8)
@@ -58,7 +58,7 @@ class ProbeListeners:
 
 
 def probe_port(address: str, port: int, word: str) -> str:
-    """``REACHED``, or why not."""
+    """Return ``REACHED``, or the reason why the port is not reached."""
     try:
         with socket.create_connection((address, port), timeout=PATIENCE) as connection:
             said = connection.makefile("rb").read(len(word))
@@ -70,7 +70,7 @@ def probe_port(address: str, port: int, word: str) -> str:
 
 
 def probe_hosts(cards: Mapping[int, Any]) -> dict[int, dict[str, str]]:
-    """By host and interface: ``REACHED``, or why not."""
+    """Probe all interfaces of all hosts; return ``REACHED`` or the reason for failure, by host and interface."""
     calls = [(host, nic, *door, card["word"]) for host, card in cards.items() for nic, door in card["where"].items()]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(lambda call: probe_port(*call[2:]), calls))

@@ -1,4 +1,4 @@
-"""What of a report is nobody's business: secrets in variables, passwords in addresses, the home directory."""
+"""Removal of private data from a report: secrets in variables, passwords in addresses, the home directory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MASK = "***"
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _SHOWN = ("GLOO_", "NCCL_", "OMP_", "TORCH_", "MKL_", "KMP_", "CUDA_", "ECHELON_", "UCX_")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
-#: What the launcher tells its ranks in passing.
+#: Internal variables between launcher and ranks, which are not shown.
 _OURS = (DOCTOR_RESULT, LOG_DIR, LEAVE_MARK, BOUND_MARK, MEMORY, STALL_JUDGE)
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Those that change how ranks compute or talk, fit to be shown."""
+    """Return the variables that affect computation or communication of ranks, with secrets masked."""
     shown = (name for name in env if name.startswith(_SHOWN) or name.upper() in _PROXIES)
     shown = (name for name in shown if name not in _OURS)
     return {name: masked(name, env[name]) for name in sorted(shown)}
@@ -32,6 +32,6 @@ def masked(name: str, value: str) -> str:
 
 
 def without_home(text: str) -> str:
-    """``~`` for the home directory, which names its user."""
+    """Replace the home directory, which contains the user's name, by ``~``."""
     home = os.environ.get("HOME") or str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text

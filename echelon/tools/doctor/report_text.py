@@ -1,4 +1,4 @@
-"""The report as a block of plain text, narrow enough to be pasted into an issue."""
+"""Output of the doctor's report as plain text, narrow enough to be pasted into an issue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.tools.doctor.slowness import DISK, RANK, disk_speeds, rank_speeds, 
 WIDTH = 98
 GIB = 1024.0**3
 SLOW = "<-- slow"
-#: Pairs of ranks shown; of more, the slow ones and the first.
+#: Largest number of rank pairs shown: slow pairs first, then pairs in the order of ranks.
 _PAIRS_SHOWN = 40
 
 
@@ -176,7 +176,7 @@ def _speeds(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _reach_lines(report: DoctorReport) -> list[str]:
-    """From which host which interface is reached, for those where not all are."""
+    """Return lines that say from which host each interface of each other host is reached."""
     lines = []
     for source, targets in report.knocks.items():
         for target, answers in targets.items():
@@ -225,7 +225,7 @@ def _pair_row(report: DoctorReport, pair: tuple[int, int], row: Facts, mark: str
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Columns as wide as their widest entry, the widest of them cut where the line would be too long."""
+    """Format rows with columns as wide as their widest cell; the widest column is cut if a line would be too long."""
     cells = [header, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     excess = sum(widths) + 2 * len(widths) - WIDTH

@@ -1,4 +1,4 @@
-"""Ranks, pairs and disks that are far slower than the rest of their kind."""
+"""Detection of ranks, rank pairs and disks that are far slower than the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.tools.doctor.outliers import slow
 
 @dataclass(frozen=True)
 class SpeedMetric:
-    """One figure of a kind of things: where it stands in their facts, and which way is better."""
+    """One measured figure: its key in the facts, its name in the report, and the better direction."""
 
     figure: str
     words: str
@@ -34,7 +34,7 @@ DISK = (SpeedMetric("write", "writing"), SpeedMetric("read", "reading"), SpeedMe
 def slow_ones(
     things: Mapping[Any, Mapping[str, Any]], measures: tuple[SpeedMetric, ...]
 ) -> dict[Any, dict[str, float]]:
-    """Of each thing that is slow in something: in which figures, and how many times slower than the median."""
+    """Return, for each slow item, its slow figures and the factor by which they are worse than the median."""
     found: dict[Hashable, dict[str, float]] = {}
     for measure in measures:
         values = {key: facts[measure.figure] for key, facts in things.items() if measure.figure in facts}
@@ -65,7 +65,10 @@ def slow_findings(report: DoctorReport) -> list[DoctorFinding]:
 
 
 def slow_hosts(report: DoctorReport) -> dict[int, dict[str, float]]:
-    """Hosts of which even the best link is slow. Of three hosts with a slow one among them two links in three are."""
+    """Return the hosts whose best link is slow, with the slow figures.
+
+    A slow host slows all its links: with three hosts, one slow host makes two of three links slow.
+    """
     links: dict[int, list[Facts]] = {}
     for pair, row in report.between().items():
         for node in _nodes(report, pair):
@@ -74,14 +77,14 @@ def slow_hosts(report: DoctorReport) -> dict[int, dict[str, float]]:
 
 
 def slow_pairs(report: DoctorReport) -> dict[tuple[int, int], dict[str, float]]:
-    """Among the pairs of the other hosts."""
+    """Return the slow pairs of ranks on hosts that are not slow themselves."""
     hosts = slow_hosts(report)
     rest = {pair: row for pair, row in report.between().items() if not hosts.keys() & set(_nodes(report, pair))}
     return slow_ones(rest, PAIR)
 
 
 def _slow_links(report: DoctorReport) -> list[DoctorFinding]:
-    """Hosts that are slow to all, then hosts that are slow to one another, then single pairs of ranks."""
+    """Return findings for hosts that are slow to all, then for slow pairs of hosts, then for slow pairs of ranks."""
     found = [
         DoctorFinding(f"host {report.name(node)}: its network is slow: {_words(figures, PAIR)} of the hosts")
         for node, figures in slow_hosts(report).items()

@@ -1,4 +1,4 @@
-"""What ranks tell one another before they have joined torch.distributed: JSON in the store of the launcher."""
+"""Messages between ranks before they join torch.distributed: JSON values in the launcher's store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.base.errors import PeerLost
 
 
 class MessageStore:
-    """Keys are written once. Every wait is bounded."""
+    """JSON messages in a store. Keys are written once, and every wait has a limit."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -24,9 +24,9 @@ class MessageStore:
         self._store.set(key, json.dumps(value))
 
     def get(self, key: str, seconds: float) -> Any:
-        """What is there, or comes within ``seconds``; ``None`` when nothing does.
+        """Return the value of ``key``; ``None`` if it does not arrive within ``seconds``.
 
-        It asks again and again: the store's own wait writes pages to stderr when nothing comes.
+        This method polls, because the store's own wait writes long messages to stderr when it times out.
         """
         deadline, pause = time.monotonic() + seconds, 0.005
         try:
@@ -40,7 +40,7 @@ class MessageStore:
             return None
 
     def soon(self, key: str, seconds: float) -> Any:
-        """As ``get``, for what comes at once: without a pause, so that the way there and back can be timed."""
+        """Return the value of ``key`` as ``get`` does, but without pauses, so that a round trip can be timed."""
         try:
             self._store.wait([key], timedelta(seconds=seconds))
             return json.loads(self._store.get(key))
@@ -48,14 +48,14 @@ class MessageStore:
             return None
 
     def gather(self, kind: str, who: Iterable[int], seconds: float) -> dict[int, Any]:
-        """``kind/N`` of all that came within ``seconds``."""
+        """Return the values of ``kind/N``, for each N of ``who``, that arrive within ``seconds``."""
         deadline = time.monotonic() + seconds
         found = {number: self.get(f"{kind}/{number}", deadline - time.monotonic()) for number in who}
         return {number: value for number, value in found.items() if value is not None}
 
 
 def open_message_store(place: RankInfo, seconds: float, attempt: str) -> MessageStore:
-    """At the launcher's store, where every rank of the job finds it."""
+    """Connect to the launcher's store, which all ranks of the job share. Raises ``PeerLost`` after ``seconds``."""
     if place.world_size == 1:
         return MessageStore(HashStore())
     try:

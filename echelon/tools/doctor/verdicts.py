@@ -1,4 +1,4 @@
-"""From facts to things to look at: what is wrong, what may become so, and what to do about it."""
+"""Findings of the doctor: present and possible problems, derived from the facts, with advice."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from echelon.tools.doctor.slowness import slow_findings
 from echelon.tools.doctor.wrong_nic import find_nic_problems
 
 GIB = 1024.0**3
-#: Below these somebody is usually surprised later.
+#: Bytes of shared memory, memory per rank and disk space below which jobs often fail later.
 LEAST_SHARED, LEAST_MEMORY, LEAST_DISK = 1.0 * GIB, 1.0 * GIB, 10.0 * GIB
 LEAST_PORTS = 10_000
-#: Seconds that a clock may be off.
+#: Tolerated clock offset in seconds.
 CLOCK = 0.5
-#: Load for each core from which on others take what is measured.
+#: Load per core above which other processes disturb the measurements.
 BUSY = 1.0
-#: Part of a GPU that may be in use before the job starts.
+#: Fraction of a GPU's memory that may be in use before the job starts.
 OCCUPIED = 0.2
-#: What must be the same everywhere: where it is not, NCCL refuses or hangs, or plans differ.
+#: Versions that should be equal on all hosts. True: a difference is an error (NCCL refuses or hangs, or plans differ).
 _ALIKE = {"torch": True, "nccl": True, "echelon": True, "cuda": False, "driver": False, "python": False}
 
 
 def findings(report: DoctorReport) -> list[DoctorFinding]:
-    """What is wrong first."""
+    """Return all findings without duplicates, errors first."""
     found = [one for part in _PARTS for one in part(report)]
     return sorted(dict.fromkeys(found), key=lambda one: not one.wrong)
 
@@ -144,7 +144,7 @@ def _limits(report: DoctorReport) -> Iterator[DoctorFinding]:
 
 
 def _names(report: DoctorReport) -> Iterator[DoctorFinding]:
-    """What a host's own name leads to matters to whoever is not started by ``echelon run``."""
+    """Check host names. The address of a host's own name matters to processes not started by ``echelon run``."""
     if len(report.hosts) < 2:
         return
     for node, facts in report.part("network"):
@@ -169,7 +169,7 @@ def _names(report: DoctorReport) -> Iterator[DoctorFinding]:
 
 
 def _all_on_loopback(report: DoctorReport) -> bool:
-    """Launchers on one machine that meet on loopback."""
+    """Return True if every host chose loopback, as launchers on one machine do."""
     return all(any(choice["address"] == LOOPBACK for choice in facts["choices"]) for _, facts in report.part("network"))
 
 

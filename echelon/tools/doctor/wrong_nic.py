@@ -1,4 +1,7 @@
-"""The interface that Gloo and NCCL will take, against the one that the other hosts reach: the classic silent hang."""
+"""Comparison of the interface that Gloo and NCCL will choose with those that other hosts can reach.
+
+A wrong interface is a common cause of a silent hang.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,19 @@ from echelon.tools.doctor.finding import DoctorFinding, listed
 from echelon.tools.doctor.reachability import REACHED
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-#: Interfaces that NCCL takes last where nothing is said.
+#: Interfaces that NCCL chooses last by default.
 _INNER = ("lo", "docker", "virbr")
 
-#: From which host to which, and there to which interface: ``REACHED``, or why not.
+#: By source host, target host and interface of the target: ``REACHED``, or the reason for failure.
 Knocks = Mapping[int, Mapping[int, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
 class NicChoice:
-    """What one library takes on one host; without ``nic`` it finds none."""
+    """The interface that one library chooses on one host; ``nic`` is None if the library finds no interface.
+
+    said: value of the library's environment variable; None if it is not set
+    """
 
     variable: str
     said: str | None
@@ -38,7 +44,7 @@ class NicChoice:
 
 @dataclass(frozen=True)
 class HostNics:
-    """What is to be judged of a host."""
+    """The interfaces of one host, and the choices of the libraries."""
 
     name: str
     nics: Sequence[Nic]
@@ -46,7 +52,10 @@ class HostNics:
 
 
 def gloo_choice(env: Mapping[str, str], nics: Sequence[Nic], own: str | None) -> NicChoice:
-    """Names as they are, else the interface of what the host's own name resolves to (``own``)."""
+    """Return Gloo's choice: an interface that the variable names exactly, else that of the host's own address.
+
+    own: address that the host's own name resolves to
+    """
     if said := env.get(GLOO):
         names = said.split(",")
         return _choice(GLOO, said, next((nic for nic in nics if nic.name in names), None))
@@ -58,7 +67,10 @@ def gloo_choice(env: Mapping[str, str], nics: Sequence[Nic], own: str | None) ->
 
 
 def nccl_choice(env: Mapping[str, str], nics: Sequence[Nic]) -> NicChoice:
-    """Prefixes; ``=`` before them: names; ``^``: all but these. Else ib..., then the first that is no inner one."""
+    """Return NCCL's choice: the first interface that matches the variable, else an ib..., else one not in ``_INNER``.
+
+    The variable has prefixes of names; a leading ``=`` means exact names, a leading ``^`` excludes the names.
+    """
     usable = [nic for nic in nics if nic.up and nic.address]
     if said := env.get(NCCL):
         return _choice(NCCL, said, next((nic for nic in usable if _matches(nic.name, said)), None))
@@ -80,7 +92,10 @@ def _choice(variable: str, said: str | None, nic: Nic | None) -> NicChoice:
 
 
 def find_nic_problems(hosts: Mapping[int, HostNics], knocks: Knocks, used: Sequence[str]) -> list[DoctorFinding]:
-    """What is wrong with the interfaces. ``used``: the variables of the libraries that the job will talk through."""
+    """Return the findings about interfaces.
+
+    used: variables of the libraries that the job uses
+    """
     found = _closed(hosts, knocks)
     if len(hosts) == 1:
         return [one for host in hosts.values() for one in _missing(host, [], used)]
@@ -98,7 +113,7 @@ def find_nic_problems(hosts: Mapping[int, HostNics], knocks: Knocks, used: Seque
 
 
 def _closed(hosts: Mapping[int, HostNics], knocks: Knocks) -> list[DoctorFinding]:
-    """Pairs of hosts between which no interface can be reached at all."""
+    """Return findings for pairs of hosts between which no interface can be reached at all."""
     found = []
     for source, target in ((a, b) for a in hosts for b in hosts if a != b and _walled(knocks, a, b)):
         why = [
@@ -123,7 +138,7 @@ def _walled(knocks: Knocks, source: int, target: int) -> bool:
 
 
 def _deaf(knocks: Knocks, callers: Sequence[int], target: int, nic: str) -> list[int]:
-    """The callers that do not reach it."""
+    """Return the callers that do not reach interface ``nic`` of host ``target``."""
     return [one for one in callers if knocks.get(one, {}).get(target, {}).get(nic, REACHED) != REACHED]
 
 

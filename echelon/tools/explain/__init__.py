@@ -1,1 +1,1 @@
-"""``echelon explain``: what a strategy does, in which order, and what it sends."""
+"""Text of ``echelon explain`` and ``strategy.explain()``: the order of a step, its traffic, and its memory."""

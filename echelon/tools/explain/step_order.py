@@ -1,4 +1,4 @@
-"""The order in which strategies act within a step, in words. It is the order in which the engine runs them."""
+"""Describe the operations of a step as text, in the order in which the engine runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Stage = tuple[str, str]
 
 
 def stages(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
-    """What happens in a step, first to last: a short name, and what is done."""
+    """Yield (short name, description) of each operation of a step, first to last."""
     if strategy.part(ParameterServer):
         yield "pull", "the rows that the batch needs, each once; those of the next batch while this one computes"
     shard = strategy.part(Shard) if job.ranks > 1 else None
@@ -60,7 +60,7 @@ def _scale(strategy: Strategy) -> str | None:
 
 
 def _op(strategy: Strategy) -> str:
-    """Return what replicas' gradients come to: the mean, unless the loss turns out to be a sum."""
+    """Return ``sum`` or ``mean``, the reduction of gradients; "auto" counts as a mean, as the loss usually is one."""
     return "sum" if strategy.reduction.op == "sum" else "mean"
 
 

@@ -1,4 +1,4 @@
-"""``strategy.explain()``: what will be applied, in which order, what it changes, what it sends and keeps."""
+"""Implement ``strategy.explain()``: options, order of a step, effects on numerics, traffic, and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.tools.explain import step_order
 if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
 
-#: What each changes, against one process that trains on the same batches without it.
+#: (kind, effect) of each option, compared with one process that trains on the same batches without it; see LEGEND.
 EFFECTS: dict[str, tuple[str, str]] = {
     "amp": ("approximate", "16-bit products in forward and backward; weights and optimizer stay as they are"),
     "recompute": ("exact", "less memory for one more forward pass; dropout repeats itself"),
@@ -52,7 +52,7 @@ LEGEND = {
     "optimizer": "another update, on purpose; the same in one process",
 }
 
-#: Without a model, figures are those of one large fp32 tensor, per entry of it.
+#: Without a model, figures are computed for one large fp32 tensor and shown per element.
 NOMINAL = ParameterSize(2**30)
 
 
@@ -102,7 +102,7 @@ def _order(strategy: Strategy, job: RankCounts) -> list[str]:
 
 
 def _effects(strategy: Strategy) -> list[str]:
-    # what servers change depends on their mode alone, so that its name is enough of a heading
+    # the effect of parameter servers depends on their mode alone, so "ps" is enough as a heading
     named = {name: "ps" if name.startswith("ps=") else name for name in active_names(strategy) if name in EFFECTS}
     rows = [(shown, *EFFECTS[name]) for name, shown in named.items()]
     if not rows:
@@ -174,7 +174,7 @@ def _memory(strategy: Strategy, model: nn.Module | None, job: RankCounts, sample
 
 
 def _sharded(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> Iterator[str]:
-    """What each level of sharding leaves on a rank, the chosen one marked."""
+    """Yield the table of bytes per rank at each sharding level; the chosen level is marked with ``*``."""
     shard = strategy.part(Shard)
     if shard is None or job.ranks == 1:
         return
@@ -202,7 +202,7 @@ def _largest_unit(model: nn.Module) -> int:
 
 
 def _activations(strategy: Strategy, model: nn.Module | None, sample: Any) -> Iterator[tuple[str, str, str]]:
-    """What a forward pass keeps for backward, with and without recomputing."""
+    """Yield the bytes that a forward pass saves for backward, with and without recomputation."""
     recompute = strategy.part(Recompute)
     if model is None or sample is None:
         if recompute:
@@ -237,7 +237,7 @@ def _measured(strategy: Strategy, model: nn.Module, sample: Any, *recomputed: An
 
 
 def _sizes(model: nn.Module | None) -> list[ParameterSize]:
-    """Trained parameters whose gradients are dense."""
+    """Return the sizes of the trained parameters that have dense gradients."""
     if model is None:
         return [NOMINAL]
     from echelon.plan.build import sparse_names
@@ -248,14 +248,17 @@ def _sizes(model: nn.Module | None) -> list[ParameterSize]:
 
 
 def _frozen(model: nn.Module | None) -> float:
-    """Bytes of parameters that are not trained."""
+    """Return the bytes of the parameters that are not trained."""
     if model is None:
         return 0.0
     return sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
 
 
 def _shared_batch_norms(strategy: Strategy, model: nn.Module, job: RankCounts) -> list[Any]:
-    """Batch norms whose statistics run over all replicas: by default those of replicas that step together."""
+    """Return the batch norms whose statistics cover all replicas.
+
+    By default these are all batch norms, unless replicas step alone (local SGD).
+    """
     from echelon.plan.batch_norms import batch_norm_names
 
     alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)

@@ -1,1 +1,1 @@
-"""What every page of ours shares: how it looks, bars, and time laid out from left to right."""
+"""Common parts of all HTML pages: style sheet, templates, bars, and a horizontal time scale."""

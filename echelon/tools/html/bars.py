@@ -1,4 +1,4 @@
-"""Bars made of parts, in percents of a picture's width."""
+"""Stacked bars, in percent of a figure's width."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BarSegment:
-    """One part of a bar: where it begins and how wide it is, in percent."""
+    """One part of a bar; ``left`` and ``width`` are in percent."""
 
     name: str
     value: float
@@ -18,12 +18,15 @@ class BarSegment:
 
     @property
     def kind(self) -> str:
-        """As a CSS class."""
+        """The CSS class of the segment."""
         return self.name.replace(" ", "-")
 
 
 def stacked(parts: Sequence[tuple[str, float]], whole: float | None = None) -> list[BarSegment]:
-    """Parts one after another; all of them are ``whole``, or the picture's width."""
+    """Return the parts one after another.
+
+    whole: value of the figure's full width; default: the sum of all parts
+    """
     whole = whole or sum(value for _, value in parts) or 1.0
     ends = itertools.accumulate((value for _, value in parts), initial=0.0)
     return [

@@ -1,4 +1,4 @@
-"""Templates into pages. Whatever comes from outside is escaped; a name that a template does not get is an error."""
+"""Jinja environment of all pages: values are escaped, and an undefined name in a template is an error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 HERE = Path(__file__).parent
-#: Letters that no page may hold: control characters but for line ends and tabs, halves of surrogate pairs.
+#: Characters not allowed in a page: control characters except line ends and tabs, lone surrogates, noncharacters.
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
 def templates(folder: Path) -> Environment:
-    """Those of ``folder``, and the style sheet that all pages share."""
+    """Return an environment with the templates of ``folder`` and the style sheet that all pages share."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(

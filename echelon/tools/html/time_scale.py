@@ -1,4 +1,4 @@
-"""Time from left to right: seconds to percents of a picture's width, the middle left out where there is too much."""
+"""Horizontal time scale: converts seconds to percent of a figure's width, and omits the middle of long figures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from echelon.base import formatting
 
-#: More rectangles than this make a browser slow, and more in a row are too thin to be seen.
+#: Largest number of rectangles in all (more make a browser slow), and in a row (more are too thin to see).
 MOST_EVENTS, MOST_IN_A_ROW = 2400, 160
-#: The part of the width between the beginning and the end, where the middle is left out.
+#: Width of the gap in place of the omitted middle, in percent.
 GAP = 4.0
 
 Stretch = tuple[float, float]  #: begin and end, in seconds
@@ -17,7 +17,7 @@ Stretch = tuple[float, float]  #: begin and end, in seconds
 
 @dataclass(frozen=True)
 class TimeScale:
-    """``window`` seconds from the beginning of ``whole``, and as many to its end."""
+    """A scale that shows the first ``window`` and the last ``window`` of ``whole`` seconds."""
 
     whole: float
     window: float
@@ -45,7 +45,12 @@ class TimeScale:
 
 
 def make_time_scale(stretches: Sequence[Stretch], whole: float, rows: int) -> TimeScale:
-    """Beginning and end as long as what is in them may be drawn; all of it where there is little."""
+    """Return a scale whose window holds as many intervals as may be drawn; it shows all if there are few intervals.
+
+    stretches: intervals to draw, in seconds
+    whole:     length of the figure in seconds
+    rows:      number of rows
+    """
     most = min(MOST_EVENTS, MOST_IN_A_ROW * rows)
     if len(stretches) <= most:
         return TimeScale(whole, whole / 2)
@@ -54,5 +59,5 @@ def make_time_scale(stretches: Sequence[Stretch], whole: float, rows: int) -> Ti
 
 
 def row_height(rows: int) -> float:
-    """Pixels of a row, so that many ranks still fit on a screen."""
+    """Return the height of a row in pixels, so that many ranks fit on a screen."""
     return max(9.0, min(26.0, 620 / rows))

@@ -1,4 +1,4 @@
-"""``echelon memory``: what a training step holds, module by module and kind by kind, without running it."""
+"""``echelon memory``: predict the memory of a training step, by module and kind, without running it."""
 
 from typing import Any
 

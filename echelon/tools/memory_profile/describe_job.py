@@ -1,4 +1,4 @@
-"""How a job is trained, in words: ``8 samples on each of 4 processes, recompute, amp bf16, shard 1``."""
+"""Describe a job in one line of text: ``8 samples on each of 4 processes, recompute, amp bf16, shard 1``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of a job holds: its peak, the moment of it, and every module's part; and what would save."""
+"""Compute the memory footprint of a job: peak of each rank, its moment, bytes of each module, and possible savings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from echelon.tools.memory_profile.saved_activations import LOSS, SavedActivation
 from echelon.tools.memory_profile.suggestions import alternatives
 from echelon.tools.memory_profile.training_job import Optimizers, TrainingJob
 
-#: What is in no module of its own.
+#: Row for bytes that belong to the model itself and to none of its submodules.
 REST = "(model)"
 
 
 def find_footprint(profile: Profile, job: TrainingJob, optimizer: Given | str) -> Footprint:
-    """Of such a job. ``optimizer``: the model's own, or the name of one (see ``named_optimizers.NAMED``).
+    """Return the footprint of the fullest rank of a job; if ranks differ, its ``each`` has those of all ranks.
 
-    It is that of the fullest rank; where ranks differ, ``each`` has them all.
+    optimizer:  optimizers of the model, or the name of one (see ``named_optimizers.NAMED``)
     """
     optimizers = _named(optimizer, profile.model)
     peaks = PeakEstimator(profile, optimizers)
@@ -68,7 +68,7 @@ def _of_place(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedA
 
 
 def _rows(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> Iterator[ModuleBytes]:
-    """Every unit, and every module outside of units that has anything, in the model's order."""
+    """Return one row per unit, and per module outside of units that holds memory, in the model's order."""
     units = [name for members in spread.profile.members for name in members if name]
     found: dict[str, ModuleBytes] = {}
 
@@ -108,7 +108,7 @@ def _modules(spread: JobMemory) -> Iterator[str]:
 def _savings(
     peaks: PeakEstimator, job: TrainingJob, spread: JobMemory, optimizers: Optimizers
 ) -> tuple[tuple[MemorySaving, ...], list[str]]:
-    """What would lower the peak of the fullest rank; and what cannot be had here, with the reason."""
+    """Return the changes that lower the peak of the fullest rank, and notes on changes that are not possible."""
     found, refused = [], []
     for what, other in alternatives(job, spread.plan, optimizers):
         if isinstance(other, str):
@@ -116,7 +116,7 @@ def _savings(
             continue
         try:
             lower = spread.peak - peaks.spread(other).peak
-        except UsageError as error:  # of this model no such plan can be made
+        except UsageError as error:  # no such plan can be made for this model
             refused.append(f"{what} is left out: {str(error).partition('; ')[0]}")
             continue
         if lower > 0:
@@ -125,7 +125,7 @@ def _savings(
 
 
 def _notes(spread: JobMemory) -> Iterator[str]:
-    """What is not told."""
+    """Yield notes on what the footprint does not cover, or covers only roughly."""
     plan, draft = spread.plan, spread.draft
     if plan.offload or (plan.shard is not None and plan.shard.offload):
         yield "what offload moves to host memory is counted here as if it stayed on the device"

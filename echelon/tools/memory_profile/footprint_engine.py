@@ -1,4 +1,4 @@
-"""The stand-in for the engine of a script whose footprint is asked for: it answers at the first batch."""
+"""A stand-in for the engine in a script run by ``echelon memory``: it reports the footprint at the first batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from echelon.tools.plan_report.planning_engine import PlanningEngine
 
 
 class FootprintEngine(PlanningEngine):
-    """The stand-in for the engine of a script whose footprint is asked for."""
+    """A PlanningEngine that answers with the memory footprint of the script's training."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Asked: the words of ``echelon memory`` as data, checked; a script's child process is given them as JSON."""
+"""The checked options of ``echelon memory``; the child process of a script receives them as JSON."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from echelon.strategy.annotations.marks import Pipeline, ScheduleName
 from echelon.strategy.annotations.slices import Slices
 from echelon.tools.memory_profile.training_job import TrainingJob
 
-#: What a job is made for where nobody names a cluster: any GPU, or any CPU, has the same kernels.
+#: The cluster to profile for, by device type: memory depends on the kernels, which are the same on all GPUs or CPUs.
 CLUSTERS = {"cuda": "1xH100", "cpu": "1xCPU"}
-#: More processes than this make up one copy of a model only where a cluster says so.
+#: Most processes that are tried for one copy of a model, unless slices set the number.
 MOST = 64
 
 
 @strict
 class MemoryOptions:
-    """What is None is as the script has it, or as it is by default.
+    """The options of one ``echelon memory`` command. None stands for the script's own setting, or the default.
 
-    model: as ``echelon plan`` takes it; batch: samples of each replica; amp: "off" overrules a script
+    model:   MODEL argument in the syntax of ``echelon plan``
+    batch:   samples of each replica
+    amp:     "off" overrides the amp setting of a script
     """
 
     model: str
@@ -62,7 +64,7 @@ class MemoryOptions:
         return CLUSTERS[self.device or ("cuda" if torch.cuda.is_available() else "cpu")]
 
     def by_plan(self, saved: SavedPlan) -> TrainingJob:
-        """To train by a plan that says everything itself."""
+        """Return the job of a saved plan. Raises UsageError if options are given that the plan already sets."""
         names = ("amp", "recompute", "shard", "merge", "lean", "stages", "split", "micro_batches", "schedule")
         beside = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if beside:
@@ -78,7 +80,7 @@ class MemoryOptions:
         marks: ModelMarks | None = None,
         slices: Slices | None = None,
     ) -> TrainingJob:
-        """For the profile's batch, where the command names no other; the rest is the script's."""
+        """Return the job for these options; the others come from the script, and by default the profile's batch."""
         asked = self._strategy(strategy or Strategy())
         if self.stages or self.split or self.micro_batches or self.schedule:
             if marks is not None and (marks.units or marks.splits or marks.pipeline):
@@ -90,7 +92,7 @@ class MemoryOptions:
         return TrainingJob(samples=samples, procs=procs, strategy=asked, marks=marks, slices=slices)
 
     def remark(self, job: TrainingJob) -> tuple[str, ...]:
-        """Where nobody has said how many processes there are."""
+        """Return a note if the number of processes was not given, but chosen here."""
         if self.procs is not None or self.plan is not None or job.procs == 1:
             return ()
         return (f"{job.procs} processes are the fewest for this; --procs says how many there will be",)
@@ -110,7 +112,7 @@ class MemoryOptions:
         return dataclasses.replace(own, **changes)
 
     def _marks(self, profile: Profile) -> tuple[ModelMarks, Slices]:
-        """What is split is what plans would split."""
+        """Return marks and slices for --stages, --split etc.; the split layers are those that the planner splits."""
         stages, across = self.stages or 1, self.split or 1
         if across > 1 and across > profile.splits:
             raise UsageError(f"--split {across}: {_unsplit(profile)}")
@@ -129,14 +131,14 @@ def _unsplit(profile: Profile) -> str:
 
 
 def _along(marks: ModelMarks) -> int:
-    """Ranks along the stage axis, the most that the stages can be dealt out to."""
+    """Return the largest number of ranks along the stage axis that the stages can be distributed to."""
     if marks.stages == 1:
         return 1
     return find_axes(marks.stages, marks.pipeline, False, None, marks.stages).get("stage", 1)
 
 
 def _fewest(strategy: Strategy, marks: ModelMarks | None, slices: Slices | None) -> int:
-    """Processes with which all that is asked for means something: one copy of the model, or two to share it out."""
+    """Return the fewest processes with which all options take effect: one copy of the model, or two with shard."""
     copies = 2 if strategy.shard else 1
     if marks is None or not (marks.splits or marks.stages > 1):
         return copies

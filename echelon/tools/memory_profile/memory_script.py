@@ -1,4 +1,4 @@
-"""Measure the memory of a training script, which runs alone up to its first batch (plan_report/plan_script.py)."""
+"""Predict the memory of a training script, run in one process up to its first batch (plan_report/plan_script.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.tools.plan_report.plan_script import ask
 
 
 def ask_script(asked: MemoryOptions, arguments: Sequence[str]) -> dict[str, Any]:
-    """``{"title": ..., "footprint": ...}``, as JSON has it."""
+    """Run the script and return ``{"title": ..., "footprint": ...}`` as JSON data."""
     if not Path(asked.model).is_file():
         raise UsageError(f"MODEL: no file at '{asked.model}'")
     return ask(asked.model, arguments, {"footprint": asked.to_dict()})

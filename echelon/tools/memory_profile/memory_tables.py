@@ -1,4 +1,4 @@
-"""A footprint as tables for people."""
+"""Format a Footprint as text tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from echelon.observability.runlog.rank_names import ranks_in_words
 from echelon.observability.runlog.run_metadata import Footprint, ModuleBytes
 
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-#: What the words mean that do not say it themselves.
+#: Explanations of the kinds whose names do not explain themselves.
 NOTES = {
     "transient": "for a moment: what computing and updating need on top",
     "exchange": "messages under way, and what waits to be sent",
     "buffers": "of the model, the batch, and what libraries keep",
 }
-#: Kinds of ranks whose modules are listed; of more, those of the fullest alone.
+#: Most groups of equal ranks for which modules are listed; with more groups, only those of the fullest rank are.
 MOST = 8
 
 
@@ -41,7 +41,7 @@ def _peak(found: Footprint, groups: Sequence[Sequence[Footprint]]) -> Iterator[s
 
 
 def _groups(found: Footprint) -> Iterator[list[Footprint]]:
-    """Ranks of one stage that hold the same, as far as it is shown."""
+    """Yield groups of ranks of one stage whose displayed figures are equal."""
     alike: dict[tuple[str, ...], list[Footprint]] = {}
     for one in found.each:
         alike.setdefault((_stage(one), *_cells(found, one)), []).append(one)
@@ -69,7 +69,7 @@ def _stage(one: Footprint) -> str:
 
 
 def _together(alike: Sequence[Footprint]) -> str:
-    """``stage 0: ranks 0 and 2``, whatever their part of a split."""
+    """Return ``stage 0: ranks 0 and 2``; the position along the split axis is named only for a single footprint."""
     ranks = ranks_in_words(sorted(rank for one in alike for rank in one.ranks))
     place = alike[0].place if len(alike) == 1 else _stage(alike[0])
     return f"{place}: {ranks}" if place else ranks
@@ -79,7 +79,7 @@ def _together(alike: Sequence[Footprint]) -> str:
 
 
 def _all_modules(found: Footprint) -> Iterator[Iterator[str]]:
-    """A table for each kind of rank; ranks of which only bytes differ that nobody sees have one table."""
+    """Yield one table per group of ranks; ranks whose tables look equal after rounding share one."""
     kinds: dict[tuple[str, ...], list[Footprint]] = {}
     every = found.each or (found,)
     unit = unit_for(max(max(_whole(one)) for one in every) / 10)
@@ -97,7 +97,7 @@ def _whole(found: Footprint) -> list[int]:
 
 
 def _modules(found: Footprint, whose: str, of: tuple[str, float]) -> Iterator[str]:
-    """Neighbours that hold the same are one line."""
+    """Yield the lines of a table of modules; consecutive modules with equal bytes share one line."""
     named = [(_names(alike), alike[0]) for alike in _alike(found.modules)]
     whole, (word, unit) = _whole(found), of
     title = f"by module{whose}, {word}"

@@ -1,5 +1,4 @@
-"""The fullest moment of each rank: what a plan holds always, exactly, and on top what the planner's memory model says
-that computing needs."""
+"""Estimate the peak memory of each rank: exact resident bytes, plus the planner's estimate for computation."""
 
 from __future__ import annotations
 
@@ -21,16 +20,22 @@ from echelon.tools.memory_profile.resident import ResidentEstimator, ResidentMem
 from echelon.tools.memory_profile.saved_activations import kept_by_stage, segments_of
 from echelon.tools.memory_profile.training_job import JobPlanner, Optimizers, TrainingJob
 
-#: What the peak is made of, as the planner's Memory names it.
+#: The parts of the peak, with the field names of PredictedMemory.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
-#: Bytes for each entry that a lean update goes over at a time on a CPU, measured on weights of 2^20 entries; a GPU has
-#: one kernel for it.
+#: Temporary bytes per element of a lean update on a CPU, measured on weights of 2^20 elements. A GPU needs none: it has
+#: one kernel for the update.
 LEAN_ON_CPU = 68
 
 
 @dataclasses.dataclass(frozen=True)
 class RankGroupPeak:
-    """Ranks that hold the same: what that is, and of what their fullest moment is made."""
+    """A group of ranks with equal memory.
+
+    grids:    the ranks' views of the mesh
+    holding:  resident memory of each of these ranks
+    kinds:    bytes at the peak by kind (see KINDS)
+    moment:   the moment of the peak as text
+    """
 
     grids: list[MeshGroups]
     holding: ResidentMemory
@@ -48,7 +53,14 @@ class RankGroupPeak:
 
 @dataclasses.dataclass(frozen=True)
 class JobMemory:
-    """A job as it would run. ``draft`` is in the units of ``profile``; samples: of the batch that a replica is given"""
+    """The memory of all ranks of a job.
+
+    samples:  samples of the batch of each replica
+    plan:     the plan that the job would run
+    profile:  profile of the model, with the units that ``draft`` uses
+    draft:    the plan as a draft
+    places:   peak memory of each group of equal ranks
+    """
 
     samples: int
     plan: Plan
@@ -66,7 +78,7 @@ class JobMemory:
 
 
 class PeakEstimator:
-    """Of jobs of one model."""
+    """Estimates the peak memory of jobs of one model."""
 
     def __init__(self, profile: Profile, optimizers: Optimizers) -> None:
         self._planner, self._holdings = JobPlanner(profile, optimizers), ResidentEstimator(profile.model, optimizers)
@@ -90,11 +102,11 @@ class PeakEstimator:
 
 
 def _system(plan: Plan, optimizer: str) -> System:
-    """As Echelon trains. State is the same at every moment, and is put in exactly afterwards."""
+    """Return the System constants without optimizer state, whose exact size is added later by ``_kinds``."""
     known = replace(ECHELON, state={optimizer: 0.0})
     if plan.lean is None:
         return known
-    # gradients are let go at once, and weights are there in 16 bits: none are cast
+    # lean frees each gradient at once, and its weights are already in 16 bits, so no cast copies exist
     return replace(known, amp_weights=2.0, amp_gradients=0.0)
 
 
@@ -104,8 +116,10 @@ def _is_long(plan: Plan) -> bool:
 
 
 def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: PeakMoment) -> PeakMoment:
-    """Where several modules are recomputed together, which no draft can say: what is kept is known, and on top comes
-    all that the largest segment makes while it is run again."""
+    """Correct the peak if several modules are recomputed as one segment, which a draft cannot express.
+
+    The saved activations are known; all activations of the largest segment are added, for when it is recomputed.
+    """
     if not _is_long(plan):
         return peak
     samples = samples_of(draft)
@@ -125,16 +139,16 @@ def _kinds(plan: Plan, holding: ResidentMemory, peak: PeakMoment, place: str) ->
     if plan.lean is not None:
         kinds["gradients"] = holding.largest
         kinds["transient"] += LEAN_ON_CPU * min(holding.largest // 2, AT_ONCE) if place == "cpu" else 0
-        kinds["exchange"] += (UNDER_WAY + 1) * 2 * holding.largest if plan.ranks > 1 else 0  # sums are in fp32
+        kinds["exchange"] += (UNDER_WAY + 1) * 2 * holding.largest if plan.ranks > 1 else 0  # all-reduce is in fp32
     elif plan.gradient_merge > 1 and plan.pipeline is not None:
-        kinds["gradients"] = max(kinds["gradients"], holding.total("whole"))  # those of the batch before
+        kinds["gradients"] = max(kinds["gradients"], holding.total("whole"))  # gradients of earlier batches
     elif plan.gradient_merge > 1 and plan.shard is not None and plan.shard.level > 1:
         kinds["gradients"] += holding.total("gradients")
     return kinds
 
 
 def _in_words(profile: Profile, peak: PeakMoment) -> str:
-    """``backward of layers.3``"""
+    """Return the moment of the peak as text: ``backward of layers.3``."""
     if peak.moment == "exchange":
         return "end of backward, when the last gradients leave"
     if peak.moment == "update" or peak.unit is None:
@@ -147,7 +161,11 @@ def _in_words(profile: Profile, peak: PeakMoment) -> str:
 
 
 def in_flight(draft: Draft, stage: int, kept: dict[int, int]) -> dict[int, int]:
-    """By the stages of a rank along the stage axis, micro-batches whose activations it has when it has most of them."""
+    """Return the micro-batches in flight for each stage of a rank, when their saved activations are largest.
+
+    stage:  rank along the stage axis
+    kept:   bytes saved per micro-batch, by stage
+    """
     from echelon.planner.cost.in_flight import moments_of_rank
 
     own = list(range(stage, draft.stages, draft.stage))
@@ -160,5 +178,5 @@ def in_flight(draft: Draft, stage: int, kept: dict[int, int]) -> dict[int, int]:
 
 
 def samples_of(draft: Draft) -> int:
-    """Of a micro-batch."""
+    """Return the samples of a micro-batch, rounded up."""
     return max(1, math.ceil(draft.micro_batch - 1e-9))

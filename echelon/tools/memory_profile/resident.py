@@ -1,7 +1,7 @@
-"""What each rank of a plan holds between two steps, parameter by parameter, to the byte.
+"""Find the exact bytes that each rank of a plan holds between two steps, parameter by parameter.
 
-Nothing is reckoned here: stages are those of the recording, parts of split layers are made by the runtime's own split
-(on a copy without contents), shards by its own cut, and the optimizer takes a step on tensors of such shapes.
+Nothing is estimated here: stages come from the recorded trace, shapes of split layers from the runtime's own split (on
+a fake copy of the model), shards from its own row partition, and optimizer state from a step on such tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class ParameterBytes:
-    """Bytes of one parameter on one rank. gradients: those that are there until the next backward makes new ones;
-    whole: of the gradient that backward makes, before it is shared out"""
+    """Bytes of one parameter on one rank.
+
+    parameters: the parameter, or this rank's shard of it
+    gradients:  the gradient that stays until the next backward
+    optimizer:  optimizer state
+    whole:      the full gradient that backward computes, before reduce-scatter
+    """
 
     parameters: int
     gradients: int
@@ -41,7 +46,7 @@ class ParameterBytes:
 
 @dataclasses.dataclass(frozen=True)
 class ResidentMemory:
-    """What a rank holds: of every parameter by name, and bytes of its buffers by name."""
+    """Resident memory of a rank: bytes of each parameter and of each buffer, by name."""
 
     parameters: dict[str, ParameterBytes]
     buffers: dict[str, int]
@@ -56,7 +61,7 @@ class ResidentMemory:
 
 
 class ResidentEstimator:
-    """Of all ranks of plans of one model."""
+    """Finds the resident memory of all ranks, for plans of one model."""
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
@@ -65,11 +70,11 @@ class ResidentEstimator:
         self._part = functools.cache(self._part_of)
 
     def of(self, plan: Plan) -> Iterator[tuple[list[MeshGroups], ResidentMemory]]:
-        """For each place along stage and split: the ranks that hold the same, and what that is."""
+        """Yield the groups of ranks with equal resident memory, and that memory, for each stage and split position."""
         stepping = self._stepping(plan)
         places: dict[tuple[int, int], list[MeshGroups]] = {}
         for rank in range(plan.ranks):
-            grid = MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo"))  # none of its groups is ever made
+            grid = MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo"))  # no process group is created
             places.setdefault((grid.at["stage"], grid.at["split"]), []).append(grid)
         for (_, split), replicas in places.items():
             size = plan.mesh.get("split", 1)
@@ -108,7 +113,7 @@ class ResidentEstimator:
     ) -> ParameterBytes:
         entries, size = math.prod(shape), parameter.element_size()
         trained = parameter.requires_grad
-        if plan.lean is not None and trained:  # each gradient is let go when it has been applied
+        if plan.lean is not None and trained:  # each gradient is freed as soon as it has been applied
             return ParameterBytes(2 * entries, 0, lean_bytes(shape), 2 * entries)
         here = math.prod(part) * size
         kept = here if plan.shard is not None and plan.shard.level == 3 else entries * size
@@ -116,7 +121,7 @@ class ResidentEstimator:
         return ParameterBytes(kept, here * trained, state, entries * size * trained)
 
     def _stepping(self, plan: Plan) -> Owners:
-        """The optimizers that take the steps: LARS and LAMB may do it for those that were given."""
+        """Return the optimizers that take the steps; LARS or LAMB may replace the given ones."""
         key = (plan.lars, plan.lamb)
         if key not in self._successors:
             named = dict(self._model.named_parameters())
@@ -127,7 +132,7 @@ class ResidentEstimator:
     def _part_of(
         self, splits: tuple[tuple[str, Any], ...], rank: int, size: int, spread: bool
     ) -> tuple[Shapes, Mapping[str, int]]:
-        """Shapes of the parameters and bytes of the buffers at one place of a split."""
+        """Return the shapes of the parameters and the bytes of the buffers of one rank along the split axis."""
         model = self._model
         if splits and size > 1:
             shadow = FakeModel(model, [])
@@ -139,7 +144,7 @@ class ResidentEstimator:
 
 
 def lean_bytes(shape: Sequence[int]) -> int:
-    """Remainder and moments of a lean parameter."""
+    """Return the bytes of the remainder and moments of a lean parameter."""
     from echelon.parallel.low_memory.state_placement import on_device
 
     kept = on_device(torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"))
@@ -147,7 +152,7 @@ def lean_bytes(shape: Sequence[int]) -> int:
 
 
 def _names_here(plan: Plan, grid: MeshGroups) -> set[str] | None:
-    """Parameters and buffers that the stages of a rank need; None: all."""
+    """Return the names of the parameters and buffers that the stages of a rank need; None means all."""
     if plan.stages is None:
         return None
     mine = hosted_stages(plan.stages, grid)

@@ -1,8 +1,9 @@
-"""What each module keeps for backward, found by a forward pass on placeholders: every storage once, weights never.
+"""Find the activations that each module saves for backward, by a forward pass with fake tensors.
 
-What is kept belongs to the innermost module that runs when autograd keeps it; to the loss where none does. In a
-pipeline it belongs to a stage too: that of the unit that runs, and between two units that of the next, where such code
-runs. A storage that two stages keep is there on both.
+Each storage is counted once, and weights are not counted. A saved tensor belongs to the innermost module that runs when
+autograd saves it, or to the loss if no module runs. In a pipeline it also belongs to a stage: the stage of the running
+unit, or, between two units, the stage of the next unit, which runs the code between them. A storage that two stages
+save is counted on both.
 """
 
 from __future__ import annotations
@@ -32,26 +33,33 @@ from echelon.planner.profiling.op_tracer import OpTracer
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy.annotations.marks import within
 
-#: Where no module runs.
+#: Owner of tensors that are saved while no module runs.
 LOSS = "(loss)"
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass
 class SavedActivations:
-    """By the module's name: bytes of what one micro-batch makes, and of the batch, whose rows all of them view."""
+    """Bytes saved for backward, by module name.
+
+    made:   tensors that a micro-batch computes
+    given:  tensors of the batch itself, which all micro-batches view
+    """
 
     made: Counter[str] = dataclasses.field(default_factory=Counter)
     given: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
 def kept_by_stage(profile: Profile, plan: Plan, samples: int) -> dict[int, SavedActivations]:
-    """By stage, of one micro-batch of so many samples. Of what is recomputed together, only the input is kept."""
+    """Return, by stage, the activations that one micro-batch of ``samples`` saves for backward.
+
+    A segment that is recomputed saves only its input.
+    """
     return _pass(profile, plan, samples, segments_of(profile, plan, samples))
 
 
 def segments_of(profile: Profile, plan: Plan, samples: int) -> Segments:
-    """What is recomputed together. Where the plan cuts chains by what their children keep, that is found first."""
+    """Return the recomputed segments. Chains are cut by the bytes that their children save, found by a first pass."""
     segments, chains = _recomputed(plan)
     if not chains:
         return segments
@@ -61,7 +69,7 @@ def segments_of(profile: Profile, plan: Plan, samples: int) -> Segments:
 
 
 def _recomputed(plan: Plan) -> tuple[Segments, tuple[str, ...]]:
-    """By all stages together."""
+    """Return the recomputed segments and chains of all stages."""
     grids = (MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo")) for rank in range(plan.ranks))
     first = {grid.at["stage"]: grid for grid in grids}
     found = [local_segments(plan, grid) for grid in first.values()]
@@ -88,7 +96,7 @@ def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dic
         seen = _ActivationTracker(shadow.model, segments, plan.stages.units if plan.stages else {}, batch)
         for context in (placeholder_mode(), preserve_rng_state(), torch.enable_grad()):
             within_all.enter_context(context)
-        within_all.enter_context(OpTracer())  # answers messages to nobody, and who looks at values
+        within_all.enter_context(OpTracer())  # answers collectives of the fake group, and reads of fake values
         within_all.enter_context(seen.watching())
         if profile.device == "cuda":
             within_all.enter_context(GpuDispatchMode())
@@ -96,13 +104,13 @@ def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dic
             within_all.enter_context(torch.autocast("cpu", dtype=_AMP[plan.amp.dtype]))
         loss = profile.step(shadow.model, batch)
         found = seen.by_stage()
-    del loss  # so far it held what was kept
+    del loss  # its graph kept the saved tensors alive up to here
     torch.clear_autocast_cache()
     return found
 
 
 def _narrow(model: nn.Module) -> None:
-    """Trained weights in bf16, as lean has them: autocast makes no copies of these."""
+    """Cast trained weights to bf16, as lean does; autocast then makes no copies of them."""
     with placeholder_mode(), torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -110,7 +118,7 @@ def _narrow(model: nn.Module) -> None:
 
 
 class _ActivationTracker:
-    """Follows a forward pass from module to module."""
+    """Tracks which module and stage run in a forward pass, and which storages are saved there."""
 
     def __init__(self, model: nn.Module, segments: Segments, units: Mapping[str, int], batch: Any) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -118,12 +126,12 @@ class _ActivationTracker:
         self._recomputed = {name for names in segments for name in names}
         self._first = {names[0] for names in segments}
         self._running: list[str] = []
-        self._inside = 0  # how many recomputed modules are running
-        self._stage: int | None = None  # that of the unit that runs
+        self._inside = 0  # number of recomputed modules that are running
+        self._stage: int | None = None  # stage of the running unit
         self._batch = {_address(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         self._weights = {_address(value) for value in (*model.parameters(), *model.buffers())}
         self._kept: dict[tuple[int | None, int], tuple[str, int, Any]] = {}  # stage, address: owner, bytes, weak ref.
-        self._held: list[Tensor] = []  # what recomputed modules were given
+        self._held: list[Tensor] = []  # inputs of recomputed segments
 
     def by_stage(self) -> dict[int, SavedActivations]:
         self._settle(max(self._units.values(), default=0))
@@ -168,7 +176,7 @@ class _ActivationTracker:
             self._stage = None
 
     def _settle(self, stage: int) -> None:
-        """What was kept since the last unit is kept where the next one runs."""
+        """Assign to ``stage`` all storages saved since the last unit."""
         for (at, address), (owner, size, _) in list(self._kept.items()):
             if at is None:
                 _, _, reference = self._kept.pop((at, address))
@@ -179,7 +187,7 @@ class _ActivationTracker:
     def _pack(self, tensor: Tensor) -> Tensor:
         if not self._inside:
             self._note(tensor)
-        return tensor.detach()  # the very tensor would keep its own graph alive
+        return tensor.detach()  # the tensor itself would keep its own graph alive
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""By what means the same training would hold less: other jobs, one change at a time, and why a change cannot be."""
+"""Suggest jobs that need less memory: one change each, or the reason why the change is not possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.tools.memory_profile.training_job import Optimizers, TrainingJob
 
 
 def alternatives(job: TrainingJob, plan: Plan, optimizers: Optimizers) -> Iterator[tuple[str, TrainingJob | str]]:
-    """The job with that change; or in words, what speaks against it."""
+    """Yield (change, job with that change), or (change, reason why it is not possible)."""
     for what, change in _changes(plan, optimizers).items():
         try:
             other = job.replaced(**change)

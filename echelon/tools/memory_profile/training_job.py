@@ -1,4 +1,4 @@
-"""Job: how a model is trained, as far as memory depends on it; and the Plan that a run of it would make."""
+"""TrainingJob: the training options that memory depends on; JobPlanner: the Plan that a run with them would make."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 @strict
 class TrainingJob:
-    """How it is trained.
+    """The training options that memory depends on.
 
-    samples:  of the batch that each replica is given at a time
-    procs:    processes, of which some make up a replica where the marks say so
-    strategy: as a script gives it to ``distribute``
-    marks:    of the model, where parts of it are split or staged
-    slices:   which processes make up a copy of the model
-    mesh:     sizes of the axes, where they have been decided already
-    saved:    the plan that all this is from, where it is from one
+    samples:  samples of the batch that each replica gets in a step
+    procs:    number of processes; several of them form a replica if the marks say so
+    strategy: the strategy that a script would pass to ``distribute``
+    marks:    marks of the model, if parts of it are split or staged
+    slices:   which processes form a copy of the model
+    mesh:     sizes of the mesh axes, if they are already decided
+    saved:    the saved plan that the job was made from, if any
     """
 
     samples: int
@@ -59,7 +59,7 @@ class TrainingJob:
 
     @classmethod
     def of(cls, saved: SavedPlan, samples: int | None = None) -> TrainingJob:
-        """To train by a saved plan; with as many samples as it was made for, where nobody says how many."""
+        """Return the job of a saved plan. ``samples`` of each replica default to those of the plan."""
         strategy, marks, slices, mesh = saved_plan_inputs(saved)
         each = math.ceil(saved.draft.batch / saved.draft.replicate)
         return cls(
@@ -73,13 +73,13 @@ class TrainingJob:
         )
 
     def replaced(self, **changes: object) -> TrainingJob:
-        """With other options of its strategy."""
+        """Return the job with other options of its strategy."""
         strategy = dataclasses.replace(self.strategy, **changes)  # type: ignore[arg-type]
         return dataclasses.replace(self, strategy=strategy)
 
 
 class JobPlanner:
-    """Makes the plans of jobs of one model. A forward pass is recorded once for each way to cut it into stages."""
+    """Makes plans for jobs of one model. A forward pass is recorded once for each partition into stages."""
 
     def __init__(self, profile: Profile, optimizers: Optimizers) -> None:
         self._profile, self._optimizers = profile, optimizers
@@ -87,7 +87,7 @@ class JobPlanner:
         self._cut = functools.cache(self._profile_of)
 
     def plan(self, job: TrainingJob) -> Plan:
-        """As every rank would make it, its stages included."""
+        """Return the plan that every rank would make for the job, including its stages."""
         model = self._profile.model
         given = (self._optimizers, job.strategy, job.procs, job.procs, job.marks, job.slices, job.mesh)
         plan = self._quickened(make_plan(model, *given), job)
@@ -105,7 +105,10 @@ class JobPlanner:
         return dataclasses.replace(plan, stages=self._recorded[key])
 
     def _quickened(self, plan: Plan, job: TrainingJob) -> Plan:
-        """On a GPU 16 bits come by themselves. Compiled kernels hold somewhat less than is counted here."""
+        """Apply the fast path's decisions, such as bf16 by default on a GPU.
+
+        Compilation and CUDA graphs are left out; compiled kernels hold somewhat less memory than is counted here.
+        """
         if self._profile.device != "cuda" or job.saved is not None:
             return plan
         asked = dataclasses.replace(requested_fast_path(job.strategy), compile=False, graphs=False)
@@ -115,7 +118,7 @@ class JobPlanner:
 
     def _record(self, pipeline: Pipeline, units: Mapping[str, int], count: int, rows: int) -> StageTrace:
         model = FakeModel(self._profile.model, []).model
-        batch = batch_placeholders(self._profile.placeholders(max(rows, 2)))  # not 1: batch norm refuses one row
+        batch = batch_placeholders(self._profile.placeholders(max(rows, 2)))  # at least 2: batch norm rejects one row
 
         def call(given: object) -> object:
             return self._profile.step(model, given)
@@ -125,7 +128,7 @@ class JobPlanner:
     # ---- for the planner's memory model ----
 
     def draft_for_plan(self, plan: Plan, samples: int) -> tuple[Profile, Draft]:
-        """The plan as a draft, and a profile whose units it can be told in."""
+        """Return the plan as a draft, and a profile whose units can express its stages and splits."""
         splits = tuple(plan.splits.items())
         profile = self._cut((), splits, plan.spread) if splits else self._profile
         try:
@@ -140,8 +143,10 @@ class JobPlanner:
 
 
 def _draft(plan: Plan, profile: Profile, samples: int) -> Draft:
-    """Batches that are merged count as micro-batches, but where each is scattered at once (shard 2 and 3), and where a
-    pipeline begins anew with each."""
+    """Return the plan as a draft, in which the batches of gradient_merge count as micro-batches.
+
+    They do not with shard 2 and 3, which reduce-scatter each batch at once, nor in a pipeline, which runs per batch.
+    """
     draft = draft_of(plan, profile, samples * plan.mesh["replicate"])
     if plan.gradient_merge == 1 or draft.shard > 1 or plan.pipeline is not None:
         return draft

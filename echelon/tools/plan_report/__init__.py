@@ -1,1 +1,1 @@
-"""Saying why: the ``echelon plan`` command, its tables and its page."""
+"""The ``echelon plan`` command: search, report, tables and HTML page."""

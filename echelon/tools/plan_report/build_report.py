@@ -1,4 +1,4 @@
-"""From what a search has found to a Report: what the cluster is, what each stage has, what was rejected and why."""
+"""Build a PlanReport from a SearchResult: cluster figures, units of each stage, rejected plans with reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.tools.plan_report.report_data import ClusterFigure, ClusterSummary,
 def build_plan_report(
     profile: ProfileLike, cluster: Cluster, batch: int, answer: SearchResult, asked: dict[str, Any]
 ) -> PlanReport:
-    """All but what takes further searches."""
+    """Return the report without its sensitivities and sizes, which need more searches."""
     best = answer.best[0] if answer.best else None
     nearest = answer.nearest
     return PlanReport(
@@ -48,7 +48,7 @@ def _rejected(other: RejectedPlan) -> PlanAlternative:
 
 
 def weights(profile: ProfileLike) -> float:
-    """Entries of all parameters, those that units share counted once."""
+    """Return the number of parameter elements; tied parameters are counted once."""
     sheet = profile.sheet(1)
     twice = sum((len(tie) - 1) * entries for tie, entries in zip(profile.ties, sheet.tied, strict=True))
     return sum(unit.weights for unit in sheet.units) - twice
@@ -69,7 +69,7 @@ def machines(cluster: Cluster) -> ClusterSummary:
 
 
 def _in_words(cluster: Cluster) -> str:
-    """``4 hosts of 8 H100 (80 GB each) over NVLink (450 GB/s), 8x400 Gb/s a host between hosts``."""
+    """Return ``4 hosts of 8 H100 (80 GB each) over NVLink (450 GB/s), 8x400 Gb/s a host between hosts``."""
     groups = " and ".join(_host_in_words(count, host) for count, host in cluster.hosts)
     return f"{groups}, {_link_in_words(cluster.network)} between hosts" if cluster.host_count > 1 else groups
 

@@ -18,11 +18,11 @@ from echelon.plan.saved_plan import SavedPlan, SavedPrediction
 from echelon.tools.plan_report.plan_tables import HELD, MEANING, TitledTable, print_tables, text_of
 
 VERSION = 1
-#: Part of a step below which two predictions are the same to a reader.
+#: Fraction of a step below which two predictions are treated as equal.
 EQUAL = 0.0005
-#: Words of the command line, kept in a saved plan, that change a prediction beside the draft.
+#: Options stored in a saved plan that change its prediction in addition to the draft.
 ASKED = ("optimizer", "memory", "allow", "bench")
-FEW = 8  # entries of a list that are written out
+FEW = 8  # most entries of a list that are shown
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class PlanDifference:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """Two plans, and what differs between them.
+    """Two plans and the differences between them.
 
-    names:     short names of both files, for the heads of columns
-    decisions: (field, first, second) of the drafts and of what was asked for, where they differ
-    parts:     predicted seconds by part, of a step, or of a sample where the batches differ
+    names:     short names of both files, used as column headings
+    decisions: (field, first, second) for each field of the drafts, or option, that differs
+    parts:     predicted seconds by part, per step, or per sample if the batches differ
     memory:    predicted bytes by kind, on the fullest device of each plan
-    notes:     what makes the comparison less than fair, one line each
+    notes:     reasons why the comparison is not exact, one line each
     """
 
     names: tuple[str, str]
@@ -63,12 +63,12 @@ class PlanComparison:
 
     @property
     def seconds(self) -> PlanDifference | None:
-        """Return the whole of ``parts``; None where a plan has no prediction."""
+        """The sum of ``parts``; None if one of the plans has no prediction."""
         found = [_per(plan, plan.predicted.seconds, self.by_sample) for plan in self.plans if plan.predicted]
         return PlanDifference("in all", *found) if len(found) == 2 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints: seconds, bytes, and the fields of both drafts."""
+        """Return the data that ``--json`` prints: seconds, bytes, and the fields of both drafts."""
         return {
             "version": VERSION,
             "plans": [_plan_data(name, plan) for name, plan in zip(self.names, self.plans, strict=True)],
@@ -83,7 +83,12 @@ class PlanComparison:
 
 
 def compare_files(paths: tuple[str, str], beside: Sequence[str], as_json: bool) -> None:
-    """Print the comparison of two saved plans. ``beside``: other words of the command line, which have no meaning."""
+    """Print the comparison of two saved plans.
+
+    paths:    files of the two plans
+    beside:   other options that were given; ``--compare`` takes none of them, so UsageError is raised if there are any
+    as_json:  print JSON instead of tables
+    """
     if beside:
         raise UsageError(
             f"--compare {' '.join(paths)}: compares two saved plans and takes --json alone beside them; "
@@ -100,7 +105,7 @@ def compare_files(paths: tuple[str, str], beside: Sequence[str], as_json: bool) 
 
 
 def compare(first: SavedPlan, second: SavedPlan, names: tuple[str, str]) -> PlanComparison:
-    """Return what differs between two plans."""
+    """Return the differences between two plans."""
     by_sample = first.draft.batch != second.draft.batch
     before, after = first.predicted, second.predicted
     parts = tuple(_parts(first, second, by_sample)) if before and after else ()
@@ -114,7 +119,7 @@ def _short_names(first: str, second: str) -> tuple[str, str]:
     return names if names[0] != names[1] else (first, second)
 
 
-# ---- what differs ----
+# ---- differences ----
 
 
 def _decisions(first: SavedPlan, second: SavedPlan) -> Iterator[tuple[str, str, str]]:
@@ -129,7 +134,7 @@ def _decisions(first: SavedPlan, second: SavedPlan) -> Iterator[tuple[str, str, 
 
 
 def _in_words(value: Any) -> str:
-    """Return a decision as a cell: ``no``, ``8``, ``in 3 of 8 stages``, ``2, 4, 7``."""
+    """Return a decision as the text of a cell: ``no``, ``8``, ``in 3 of 8 stages``, ``2, 4, 7``."""
     if value is None or value is False or value in ((), []):
         return "no"
     if value is True:
@@ -167,7 +172,7 @@ def _memory(before: SavedPrediction, after: SavedPrediction) -> Iterator[PlanDif
 
 
 def _fullest(predicted: SavedPrediction) -> Mapping[str, float]:
-    """Return the bytes by kind of the device that holds most."""
+    """Return the bytes by kind of the fullest device."""
     return max(predicted.kinds, key=lambda kinds: sum(kinds.values()), default={})
 
 
@@ -201,11 +206,11 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
 
 
-# ---- in words ----
+# ---- text ----
 
 
 def headline(comparison: PlanComparison) -> list[str]:
-    """Return a line for each plan, and the sentence."""
+    """Return one line for each plan, then the summary sentence."""
     lines = [
         f"{name}: {plan.draft}; {plan.name or 'a model'} on {plan.cluster or 'unknown machines'}"
         for name, plan in zip(comparison.names, comparison.plans, strict=True)
@@ -214,7 +219,7 @@ def headline(comparison: PlanComparison) -> list[str]:
 
 
 def sentence(comparison: PlanComparison) -> str:
-    """Say which plan is quicker, by how much, and in which parts of a step most of the difference lies."""
+    """Return a sentence: which plan is faster, by how much, and which parts of a step cause most of the difference."""
     whole, names = comparison.seconds, comparison.names
     if whole is None:
         return "seconds cannot be compared: a prediction is missing"
@@ -230,8 +235,8 @@ def sentence(comparison: PlanComparison) -> str:
 
 
 def _most(comparison: PlanComparison, change: float) -> str:
-    """Name the part that brings most of the difference, and the one that works most against it."""
-    sign = 1 if change < 0 else -1  # towards the quicker plan
+    """Name the part that saves most time in the faster plan, and the part that costs it most extra time."""
+    sign = 1 if change < 0 else -1  # sign * part.change < 0: the faster plan saves time in this part
     saved = max(comparison.parts, key=lambda part: -sign * part.change)
     lost = max(comparison.parts, key=lambda part: sign * part.change)
     words = f"{formatting.duration(abs(saved.change))} less for {_called(saved)}"
@@ -246,7 +251,7 @@ def _called(part: PlanDifference) -> str:
 
 
 def sections(comparison: PlanComparison) -> list[TitledTable]:
-    """Return the tables: what was decided, seconds by part, bytes by kind, and what to know of the comparison."""
+    """Return the tables: decisions that differ, seconds by part, bytes by kind, and notes."""
     names, whole = comparison.names, comparison.seconds
     found = [TitledTable("Decisions that differ", list(comparison.decisions), ("", *names))]
     if whole is not None:
@@ -284,7 +289,7 @@ def _memory_row(each: PlanDifference, scale: float) -> tuple[str, ...]:
     return (each.what, *shown, f"{sign}{formatting.amount(abs(each.change), scale)}")
 
 
-# ---- as data ----
+# ---- data for JSON ----
 
 
 def _plan_data(name: str, plan: SavedPlan) -> dict[str, Any]:

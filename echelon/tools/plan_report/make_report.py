@@ -1,4 +1,4 @@
-"""Search for a plan, or take a saved one, and make the Report about it."""
+"""Search for a plan, or load a saved one, and make a PlanReport about it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.tools.plan_report.report_data import PlanReport
 
 
 def make_report(asked: PlanOptions, cluster: Cluster, source: ModelSource, orders: PlanReportOptions) -> PlanReport:
-    """Search, or take the saved plan, and say all there is to say of it."""
+    """Search for the best plan, or load the saved one, and return the complete report."""
     asked = dataclasses.replace(asked, batch=asked.batch or source.profile.batch, optimizer=asked.optimizer or "adam")
     planner = ReportPlanner(asked, source, _system(asked, source))
     before = SavedPlan.load(orders.explain).draft if orders.explain else None
@@ -49,7 +49,7 @@ def make_report(asked: PlanOptions, cluster: Cluster, source: ModelSource, order
 
 
 def _system(asked: PlanOptions, source: ModelSource) -> System:
-    """Return how Echelon trains, with the state of an optimizer that no table has: the script's own, or a named one."""
+    """Return ECHELON with the state size of the script's own optimizer, or of a NAMED optimizer that STATE lacks."""
     name, model = asked.optimizer, source.profile.model
     if source.optimizers is not None and name == optimizer_name(source.optimizers):
         return with_state_of(ECHELON, source.optimizers, model)
@@ -60,7 +60,7 @@ def _system(asked: PlanOptions, source: ModelSource) -> System:
 
 @dataclasses.dataclass(frozen=True)
 class ReportPlanner:
-    """What one command asks: always for the same model, with the same means allowed."""
+    """Searches and predictions of one command: all for the same model and with the same options."""
 
     asked: PlanOptions
     source: ModelSource
@@ -88,17 +88,23 @@ class ReportPlanner:
         return search(*where, batch=batch, allow=allow, optimizer=optimizer, system=self.system, keep=keep)
 
     def again(self, draft: Draft, cluster: Cluster) -> SearchResult:
-        """A plan that was made before, as if it had been found."""
+        """Return a search result whose best plan is the given draft.
+
+        Raises UsageError if the draft needs more devices than the cluster has.
+        """
         if draft.ranks > cluster.size:
             raise UsageError(f"the plan is for {draft.ranks} devices, and {cluster} has {cluster.size}; give --cluster")
         hunt = PlanSearch(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, self.system, {})
-        hunt.look(beyond_host=False)  # neighbours are the best of their kind
+        hunt.look(beyond_host=False)  # neighbours() picks the best plan of each kind from what this finds
         choice = PlanChoice(draft, self._predict(draft, cluster, events=False))
         rejected, helps = tuple(neighbours(hunt, choice)), tuple(hunt.would_help(choice))
         return SearchResult((choice,), rejected, 0, 0.0, helps, notes=tuple(hunt.notes(choice)))
 
     def same(self, draft: Draft, here: Cluster) -> sensitivity.Ask:
-        """Asks how that plan would do elsewhere, without a search; devices that it leaves idle here, it does there."""
+        """Return a function that predicts this plan on another cluster, without a search.
+
+        The plan uses the same fraction of the devices there: devices idle on ``here`` stay idle.
+        """
 
         def ask(cluster: Cluster, batch: int) -> SearchResult:
             there = sensitivity.spread(draft, draft.ranks * cluster.size // here.size, batch)
@@ -112,7 +118,7 @@ class ReportPlanner:
         return ask
 
     def drawn(self, choice: PlanChoice, cluster: Cluster) -> PlanChoice:
-        """The same with its timeline."""
+        """Return the choice with the events of its timeline added."""
         timed = self._predict(choice.draft, cluster, events=True)
         return PlanChoice(choice.draft, dataclasses.replace(choice.prediction, events=timed.events))
 

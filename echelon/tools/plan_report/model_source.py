@@ -1,4 +1,4 @@
-"""From the word MODEL of a command line to a profile: a described transformer, or what a callable makes."""
+"""Turn the MODEL argument into a profile: of a described transformer, a zoo model, or a model that a callable makes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ _FORMS = (
     "write gpt:layers=12,hidden=768,heads=12,sequence=1024, zoo:resnet_v1_50, file.py:callable, "
     "package.module:callable or script.py"
 )
-#: Samples of a batch made by --input: two sizes are profiled from it, and all others lie on their line.
+#: Samples of a batch made from --input. Two batch sizes are profiled; all others lie on the line through them.
 SAMPLES = 8
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as the search sees it, and itself where it is more than described; a script's own optimizers."""
+    """A model to plan for.
+
+    profile:     costs of the model, as the search uses them
+    model:       the module itself; None for a model that is only described (``gpt:...``)
+    optimizers:  optimizers of the training script; None if MODEL is not a script
+    """
 
     profile: Profile
     model: nn.Module | None = None
@@ -46,7 +51,7 @@ def is_script(word: str) -> bool:
 
 
 def find_source(asked: PlanOptions, cluster: Cluster) -> ModelSource:
-    """The profile of what ``asked.model`` names, on such devices."""
+    """Return the model that ``asked.model`` names, profiled for the devices of the cluster."""
     kind, _, rest = asked.model.partition(":")
     if kind in DESCRIBED:
         if asked.batch is None:
@@ -60,7 +65,7 @@ def find_source(asked: PlanOptions, cluster: Cluster) -> ModelSource:
 
 
 def profile_model(model: nn.Module, batch: Any, loss: LossFunction | None, *, name: str, cluster: Cluster) -> Profile:
-    """``profile``, with a line of ours where the model does not run on the batch."""
+    """Call ``profile``; raise UsageError if the model does not run on the batch."""
     try:
         return profile(model, batch, loss=loss, name=name, device=_device_type(cluster))
     except EchelonError:
@@ -70,11 +75,11 @@ def profile_model(model: nn.Module, batch: Any, loss: LossFunction | None, *, na
 
 
 def _device_type(cluster: Cluster) -> typing.Literal["cpu", "cuda"]:
-    """Which kernels the model would run there."""
+    """Return the device type whose kernels the model would run on this cluster."""
     return "cpu" if all(device.name.startswith("CPU") for device in cluster.kinds) else "cuda"
 
 
-# ---- described ----
+# ---- described models ----
 
 
 def _described(kind: str, words: str, device: str) -> Profile:
@@ -85,7 +90,7 @@ def _described(kind: str, words: str, device: str) -> Profile:
 
 
 def _settings(kind: str, words: str, build: Callable[..., Profile]) -> dict[str, Any]:
-    """``layers=96,hidden=12288`` as arguments of the builder, by the types it gives them."""
+    """Parse ``layers=96,hidden=12288`` into arguments of the builder, by the builder's type hints."""
     parameters = {name: each for name, each in inspect.signature(build).parameters.items() if name not in _OURS}
     types_of = typing.get_type_hints(build)
     found = {}
@@ -133,11 +138,14 @@ def _dtype(text: str) -> torch.dtype:
     return found
 
 
-# ---- of the zoo ----
+# ---- models of the zoo ----
 
 
 def _of_the_zoo(asked: PlanOptions, words: str, cluster: Cluster) -> ModelSource:
-    """``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``, without memory, and a batch of made-up data."""
+    """Return a model such as ``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``.
+
+    The model is on the meta device, so it takes no memory; its batch is synthetic.
+    """
     from echelon.zoo.sample import sample
 
     name, *settings = words.split(",")
@@ -153,7 +161,7 @@ def _setting(text: str) -> tuple[str, str]:
     return name, value
 
 
-# ---- made by a callable ----
+# ---- models made by a callable ----
 
 
 def _called(asked: PlanOptions, cluster: Cluster) -> ModelSource:
@@ -175,8 +183,10 @@ def _called(asked: PlanOptions, cluster: Cluster) -> ModelSource:
 
 
 def _made(make: Callable[[], Any], place: str) -> Any:
-    """What it returns: with placeholders for tensors, so that a model of any size takes no memory; where it needs real
-    numbers, really."""
+    """Call ``make`` with fake tensors, so that a model of any size takes no memory.
+
+    If that fails, for example because it needs real values, call it again with real tensors.
+    """
     from echelon.plan.fake_forward import placeholder_mode
 
     try:
@@ -209,7 +219,10 @@ _INPUT = re.compile(r"(?:(?P<dtype>[a-z]+\d+):)?(?P<shape>\d+(?:x\d+)*)(?::(?P<b
 
 
 def described_batch(text: str) -> tuple[Tensor, ...]:
-    """``3x224x224``: float32 images; ``int64:128:30522``: whole numbers below 30522; several with commas between."""
+    """Return a batch for a description: ``3x224x224`` (float32), or ``int64:128:30522`` (int64 values below 30522).
+
+    Several tensors are separated by commas.
+    """
     return tuple(_described_tensor(word.strip()) for word in text.split(","))
 
 
@@ -227,7 +240,7 @@ def _described_tensor(word: str) -> Tensor:
 
 
 def mean_of_outputs(output: Any) -> Tensor:
-    """A loss for a model whose own is not known: it costs next to nothing."""
+    """Return the sum of the mean of each output: a loss of negligible cost, for a model without a known loss."""
     found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not found:
         raise UsageError("the model returns no tensor that a loss could be made of; return (model, batch, loss)")

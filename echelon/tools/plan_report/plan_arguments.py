@@ -1,4 +1,4 @@
-"""``echelon plan``: the words of a command line, checked before the planner and torch are imported."""
+"""Parse and check the command-line arguments of ``echelon plan`` before the planner and torch are imported."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.tools.plan_report.plan_options import PlanOptions, memory_words
 
-#: The cluster that is the machine itself: torch is asked for its GPUs.
+#: Value of --cluster that means this machine; its GPUs are detected with torch.
 HERE = "here"
 
 
 def parse_plan_options(
     model: str | None, arguments: list[str], explain: str | None, words: dict[str, Any]
 ) -> PlanOptions:
-    """Return what was asked for. ``words``: options by name, None where they were not given; explain: a saved plan"""
+    """Return the options of one ``echelon plan`` command.
+
+    model:      MODEL argument; None if it was not given
+    arguments:  arguments for the training script
+    explain:    path of a saved plan whose options are the defaults; None if it was not given
+    words:      options by name; None for those that were not given
+    """
     given = {name: value for name, value in words.items() if value is not None}
     given["memory"] = memory_words(given.get("memory"))
     if "allow" in given:
@@ -33,7 +39,7 @@ def parse_plan_options(
 
 
 def check_plan_options(asked: PlanOptions, html: str | None, save: str | None) -> None:
-    """Refuse machines that do not exist, and files that cannot be written."""
+    """Raise UsageError if the cluster is not valid, or if an output file cannot be written."""
     for option, path in (("--html", html), ("--save", save)):
         _check_room(option, path)
     if asked.cluster != HERE:
@@ -41,13 +47,13 @@ def check_plan_options(asked: PlanOptions, html: str | None, save: str | None) -
 
 
 def _check_room(option: str, path: str | None) -> None:
-    """A slip in a path is told before the search, not after it."""
+    """Raise UsageError if ``path`` cannot be written, before the search instead of after it."""
     if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
         raise UsageError(f"{option} '{path}' cannot be written: it is a directory, or in none; give another path")
 
 
 def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> PlanOptions:
-    """What a saved plan was made from; what is given now goes before it."""
+    """Return the options that a saved plan was made from, overridden by the options given now."""
     before = SavedPlan.load(path).made_from
     if not before and model is None:
         raise UsageError(f"plan '{path}' does not say what it was made from; give its MODEL too")

@@ -1,4 +1,4 @@
-"""Asked: the words of ``echelon plan`` as data, checked; a saved plan and a script's child process carry it as JSON."""
+"""The checked options of ``echelon plan``; a saved plan and the child process of a script receive them as JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from echelon.planner.plan_search.plan_shapes import APPROXIMATE
 
 @strict
 class PlanOptions:
-    """model:   ``gpt:layers=12,...``, ``file.py:callable``, ``package.module:callable``, or a script
-    cluster:    as ``Cluster.parse`` reads it
-    batch:      samples of the global batch; None: as many as the batch that comes with the model
-    memory:     bytes a device may use, in place of what it has
-    allow:      approximate means that may be used
-    optimizer:  whose state and update are counted; None: the script's own, or adam
-    bench:      a file of ``echelon bench``
-    input:      what the model is called with, where no batch comes with it
-    arguments:  of a script
+    """The options of one ``echelon plan`` command.
+
+    model:      ``gpt:layers=12,...``, ``file.py:callable``, ``package.module:callable``, or a script
+    cluster:    a cluster description in the syntax of ``Cluster.parse``
+    batch:      samples of the global batch; None: the size of the batch that comes with the model
+    memory:     bytes that training may use on a device; None: the device's own figure
+    allow:      names of approximate techniques that plans may use
+    optimizer:  name of the optimizer whose state and update are counted; None: the script's own, or adam
+    bench:      path of a file written by ``echelon bench``
+    input:      description of the model's input, needed if no batch comes with the model
+    keep:       number of best plans to report
+    arguments:  command-line arguments of the script
     """
 
     model: str
@@ -48,7 +51,7 @@ class PlanOptions:
         return {**dataclasses.asdict(self), "allow": list(self.allow), "arguments": list(self.arguments)}
 
     def machines(self) -> Cluster:
-        """The cluster that was asked for, with the memory that was asked for."""
+        """Return the cluster that the options name, with their memory limit."""
         from echelon.planner.plan_search.search import with_memory_limit
 
         return with_memory_limit(Cluster.parse(self.cluster, bench=self.bench), self.memory)
@@ -56,11 +59,11 @@ class PlanOptions:
 
 @strict
 class PlanReportOptions:
-    """What is to be made of it.
+    """Options for the contents of the report.
 
-    sizes:   ask for other numbers of devices too
-    save:    where the best plan goes
-    explain: a saved plan, to be explained in place of a search
+    sizes:   also plan for other numbers of devices
+    save:    path to save the best plan to; None: the plan is not saved
+    explain: path of a saved plan to explain instead of searching; None: search
     """
 
     sizes: bool = False
@@ -69,5 +72,5 @@ class PlanReportOptions:
 
 
 def memory_words(text: str | None) -> float | None:
-    """``60GB`` in bytes."""
+    """Return the bytes of a value of --memory such as ``60GB``."""
     return None if text is None else quantity(text, "bytes", "--memory")

@@ -1,7 +1,7 @@
-"""A Report as one page that needs nothing else: no network, no scripts. This file places, page.html.j2 draws.
+"""Render a PlanReport as one self-contained HTML page, without network access or scripts.
 
-All that is drawn lies between 0 and 100 (percents of a picture's width) or between 0 and its height in pixels, so that
-a page folds from a desk to a phone without its letters shrinking.
+This module computes positions, and page.html.j2 draws. Horizontal positions are percentages of a figure's width (0 to
+100), vertical positions are pixels: so the page fits a phone as well as a desktop without shrinking its text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.tools.html.time_scale import TimeScale, make_time_scale, row_height
 from echelon.tools.plan_report import plan_tables
 from echelon.tools.plan_report.report_data import PlanAlternative, PlanReport, ScalingPoint, samples_per_second
 
-#: Numbers are written into rectangles of at least this part of the width.
+#: Least width of a block, in percent of the figure's width, that shows its micro-batch number.
 ROOM_FOR_NUMBER = 2.2
 
 KINDS = {
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def render(report: PlanReport) -> str:
-    """The page, as text."""
+    """Return the HTML of the page."""
     return templates(Path(__file__).parent).get_template("page.html.j2").render(**_view(report))
 
 
@@ -64,7 +64,7 @@ def _view(report: PlanReport) -> dict[str, Any]:
 
 
 def _facts(report: PlanReport) -> list[tuple[str, str, str]]:
-    """(what, figure, small print): what one wants to know first."""
+    """Return the key figures at the top of the page as (label, figure, small print)."""
     choice = report.choice
     fullest, parts = choice.prediction.fullest, choice.prediction.parts
     computing = parts.get("compute", 0.0) / choice.seconds
@@ -81,7 +81,7 @@ def _facts(report: PlanReport) -> list[tuple[str, str, str]]:
 
 
 def _used(report: PlanReport) -> str:
-    """``32 devices``, or ``16 of 24 devices`` where some stay idle."""
+    """Return ``32 devices``, or ``16 of 24 devices`` if some stay idle."""
     used, there = report.choice.draft.ranks, report.machines.devices
     return f"{used:,}{f' of {there:,}' if used != there else ''} device{'s' if there > 1 else ''}"
 
@@ -91,7 +91,7 @@ def _used(report: PlanReport) -> str:
 
 @dataclass(frozen=True)
 class DeviceMemoryBar:
-    """A device's memory as a bar. ``limit`` is where its line goes; None where there is no limit."""
+    """A device's memory as a bar. ``limit`` is the position of the limit line in percent; None if there is no limit."""
 
     rank: int
     memory: PredictedMemory
@@ -100,7 +100,7 @@ class DeviceMemoryBar:
 
 
 def memory_bars(memories: Sequence[PredictedMemory]) -> list[DeviceMemoryBar]:
-    """All to the same scale, on which the fullest and every limit have room."""
+    """Return one bar per device, all on a scale that holds the largest total and the largest limit."""
     whole = 1.02 * max(max(each.total, each.limit) for each in memories)
     return [
         DeviceMemoryBar(
@@ -121,7 +121,7 @@ class ChangeBar:
 
 
 def change_bars(remarks: Sequence[PlanAlternative]) -> list[ChangeBar]:
-    """Bars to the left of the middle for what is quicker, to the right for what is slower."""
+    """Return one bar per alternative: left of the middle if it is faster, right of the middle if it is slower."""
     most = max([abs(remark.against or 0.0) for remark in remarks] + [0.05])
     found = []
     for remark in remarks:
@@ -150,9 +150,16 @@ class TimelineBlock:
 
 @dataclass(frozen=True)
 class TimelineFigure:
-    """rows: number of ranks; row: height of each; blocks: what they do; ticks: (where, what time)
-    end:    when the pipeline is done; ``rest`` is where the step's rest (sums, update) begins, to 100
-    gap:    where the middle is left out, or None
+    """The pipeline schedule as a figure.
+
+    rows:   number of ranks along the stage axis
+    row:    height of one rank's row in pixels
+    blocks: the actions that are shown
+    kinds:  descriptions of the kinds of action that occur, for the legend
+    ticks:  (position, time) labels of the time axis
+    gap:    position at which the middle of the step is left out; None if all of it is shown
+    shown:  number of events that are shown, of ``events`` in all
+    rest:   position at which the rest of the step (all-reduce, update) begins, up to 100; None if there is no rest
     """
 
     rows: int
@@ -171,7 +178,7 @@ class TimelineFigure:
 
 
 def timeline(choice: PlanChoice) -> TimelineFigure | None:
-    """The pipeline's events as blocks; None where there are none."""
+    """Return the pipeline's events as a figure; None if the prediction has no events."""
     events, whole = choice.prediction.events, choice.seconds
     if not events:
         return None
@@ -205,7 +212,7 @@ def _block(event: Event, scale: TimeScale, rows: int) -> TimelineBlock:
 
 @dataclass(frozen=True)
 class ScalingChartPoint:
-    """x in percent, y in pixels; ``ideal`` is where y were if twice the devices took half the time."""
+    """A point of the chart: ``x`` in percent, ``y`` in pixels; ``ideal`` is the y of perfect linear scaling."""
 
     size: ScalingPoint
     x: float
@@ -222,7 +229,10 @@ LINE_HEIGHT, LINE_MARGIN = 260.0, 34.0
 
 
 def line(sizes: Sequence[ScalingPoint], devices: int) -> list[ScalingChartPoint]:
-    """Both axes are logarithmic, so that perfect scaling is a straight line."""
+    """Return the points of the chart of time over devices; it is empty with fewer than two points.
+
+    Both axes are logarithmic, so that perfect scaling is a straight line.
+    """
     there = [size for size in sizes if size.seconds]
     if len(there) < 2:
         return []

@@ -1,7 +1,8 @@
-"""Planning for a training script: it runs as it is, alone, up to its first batch, and then plans instead of training.
+"""Plan for an unchanged training script: run it in one process up to its first batch, then plan instead of training.
 
-``echelon plan train.py`` starts it in a child process with the question in a file; ``distribute()`` sees the variable
-and returns a stand-in for the engine (planning_engine.py). The answer goes back as JSON.
+``echelon plan train.py`` starts the script in a child process and writes the options to a file, whose path is in the
+environment variable ECHELON_PLAN_ONLY. ``distribute()`` then returns a PlanningEngine (planning_engine.py) in place of
+the engine. The child process writes its answer to a JSON file.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from echelon.tools.plan_report.report_data import PlanReport
 
 
 def ask_script(asked: PlanOptions, orders: PlanReportOptions) -> PlanReport:
-    """Run the script until it has shown its model and a batch; what was planned for them."""
+    """Run the script up to its first batch and return the report for its model and batch."""
     if not Path(asked.model).is_file():
         raise UsageError(f"MODEL: no file at '{asked.model}'")
-    asked.machines()  # a slip in the cluster is told before the script has run for minutes
+    asked.machines()  # report an invalid cluster before the script runs, which can take minutes
     wanted = {"asked": asked.to_dict(), "orders": dataclasses.asdict(orders)}
     return PlanReport.from_dict(ask(asked.model, asked.arguments, wanted)["report"])
 
 
 def ask(script: str, arguments: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:
-    """What the script's own process answers to such a question, once it has shown its model and a batch."""
+    """Run the script in a child process and return its answer to ``question``.
+
+    Raises UsageError if the script ends before its first batch, or answers with an error.
+    """
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as room:
         told, answer, output = (Path(room, name) for name in ("question.json", "answer.json", "output.txt"))
         told.write_text(json.dumps({**question, "answer": str(answer)}), encoding="utf-8")
         environment = {**os.environ, PLAN_ONLY: str(told)}
-        # What the script itself prints is shown where it fails; beside the answer it would be in the way.
+        # The script's own output would mix with the report, so it is shown only if the script fails.
         with output.open("wb") as file:
             words = [sys.executable, script, *arguments]
             ended = subprocess.run(
@@ -46,7 +50,7 @@ def ask(script: str, arguments: Sequence[str], question: dict[str, Any]) -> dict
         if not answer.exists():
             *said, last = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
             sys.stderr.write("".join(said))
-            if ended.returncode and last.startswith("echelon: "):  # the script's own mistake, with its place
+            if ended.returncode and last.startswith("echelon: "):  # an error in the script, with its location
                 raise UsageError(last.removeprefix("echelon: ").rstrip())
             sys.stderr.write(last)
             raise UsageError(_silent(script, ended.returncode))

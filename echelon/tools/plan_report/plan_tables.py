@@ -1,4 +1,4 @@
-"""A Report as tables for people: with rich on a terminal, as aligned text elsewhere."""
+"""Format a PlanReport as tables: with rich on a terminal, as aligned text elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.tools.plan_report.report_data import (
     samples_per_second,
 )
 
-#: What the parts of a step's time are, for those who read the tables.
+#: Description of each part of a step's time, shown in the tables.
 MEANING = {
     "compute": "forward and backward of the busiest rank",
     "recompute": "forward once more, before backward",
@@ -36,17 +36,23 @@ MEANING = {
     "host": "Python, loading, the loss",
 }
 
-#: The parts of a device's memory, in the order they are shown.
+#: The parts of a device's memory, in display order.
 HELD = tuple(field.name for field in fields(PredictedMemory) if field.name != "limit")
 
 
-#: Columns of text where nobody says how wide it may be; only words at the end of a row are folded.
+#: Width of plain text in characters. Only the last cell of a row is wrapped to fit.
 WIDTH = 130
 
 
 @dataclass(frozen=True)
 class TitledTable:
-    """A table under a title. ``right`` are the columns of numbers; the other ones are words."""
+    """A table with a title.
+
+    rows:   cells of the table, as strings
+    head:   column headings; () for none
+    right:  indices of the right-aligned columns (numbers); all other columns are left-aligned
+    note:   a line below the table; empty for none
+    """
 
     title: str
     rows: Sequence[tuple[str, ...]]
@@ -56,7 +62,7 @@ class TitledTable:
 
 
 def sections(report: PlanReport) -> list[TitledTable]:
-    """All there is to say, in the order it is read."""
+    """Return all non-empty tables of the report, in reading order."""
     if not report.options:
         return [*_nearest(report), figures(report.machines)]
     choice = report.choice
@@ -81,12 +87,12 @@ def headline(report: PlanReport) -> list[str]:
 
 
 def plain(report: PlanReport) -> str:
-    """All of it as text without colours."""
+    """Return the whole report as text without colors."""
     return text_of(headline(report), sections(report))
 
 
 def text_of(lines: Sequence[str], tables: Sequence[TitledTable]) -> str:
-    """Return a headline and tables as text without colours."""
+    """Return a headline and tables as text without colors."""
     return "\n\n".join(["\n".join(lines), *map(_plain, tables)])
 
 
@@ -120,7 +126,7 @@ def times(choice: PlanChoice) -> TitledTable:
 
 
 def time_parts(choice: PlanChoice) -> Iterator[tuple[str, float, float]]:
-    """(part, seconds, part of the step), those that take none left out."""
+    """Yield (part, seconds, fraction of the step) for each part that takes time."""
     whole, parts = choice.seconds, choice.prediction.parts
     for part in (*PARTS, *(name for name in parts if name not in PARTS)):
         if parts.get(part, 0.0) > 0:
@@ -185,7 +191,7 @@ def sizes(found: Sequence[ScalingPoint], batch: int) -> TitledTable:
 
 
 def figures(machines: ClusterSummary) -> TitledTable:
-    """What each part of the cluster is reckoned with, and which of it was measured."""
+    """Return the table of cluster figures that predictions use, with their origin (measured, default, ...)."""
     rows = []
     for of, group in itertools.groupby(machines.figures, key=lambda figure: figure.of):
         for origin, same in itertools.groupby(group, key=lambda figure: figure.origin):
@@ -198,7 +204,7 @@ MEASURE = "Defaults are those of the device's kind; 'echelon bench --out FILE' m
 
 
 def figure_in_words(figure: ClusterFigure) -> str:
-    """``bfloat16 989 TFLOP/s``, ``latency 5 us``."""
+    """Return a figure as text: ``bfloat16 989 TFLOP/s``, ``latency 5 us``."""
     if figure.unit == "B":
         return f"{figure.what} {formatting.size(figure.value)}"
     kind = _QUANTITIES.get(figure.unit)
@@ -220,7 +226,7 @@ def _nearest(report: PlanReport) -> Iterator[TitledTable]:
 
 
 def in_words(remark: PlanAlternative) -> str:
-    """``+14%, all-reduce crosses hosts``; only the reason where it cannot be."""
+    """Return ``+14%, all-reduce crosses hosts``; only the reason if the alternative is not possible."""
     change = "" if remark.against is None else formatting.percent(remark.against, signed=True)
     return ", ".join(word for word in (change, remark.why) if word) or "no plan"
 
@@ -239,7 +245,7 @@ def span(names: Sequence[str]) -> str:
 
 
 def _runs(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Rows that look alike one after another as one: ``("1 to 6", row)``."""
+    """Merge consecutive equal rows into one: ``("1 to 6", row)``."""
     for row, group in itertools.groupby(enumerate(rows), key=lambda numbered: numbered[1]):
         places = [place for place, _ in group]
         yield (str(places[0]) if len(places) == 1 else f"{places[0]} to {places[-1]}"), row
@@ -260,7 +266,7 @@ def _plain(section: TitledTable) -> str:
 
 
 def _folded(row: tuple[str, ...], widths: Sequence[int], right: tuple[int, ...]) -> Iterator[str]:
-    """A row as one line, or as several where its last cell is long."""
+    """Yield a row as one line, or as several lines if its last cell is too long."""
     *cells, last = row
     folds = textwrap.wrap(last, widths[-1], break_long_words=False) or [""]
     for place, fold in enumerate(folds):
@@ -276,7 +282,7 @@ def _note(section: TitledTable) -> list[str]:
 
 
 def on_terminal(report: PlanReport) -> None:
-    """The same with rich: bold titles, columns that fold to the width there is."""
+    """Print the report with rich: bold titles, columns wrapped to the terminal width."""
     print_tables(headline(report), sections(report))
 
 

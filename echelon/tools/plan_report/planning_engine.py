@@ -1,4 +1,4 @@
-"""The stand-in for the engine of a script that is only planned: it answers at the first batch, and ends the script."""
+"""A stand-in for the engine in a script run by ``echelon plan``: it plans at the first batch and ends the script."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def make_planning_engine(
     cluster: Any,
     sample: Any,
 ) -> Any:
-    """What ``distribute()`` returns to a script that is only planned: an engine that plans at its first batch."""
-    worlds.current()  # while the variable is there: one process that waits for no announced trainers
+    """Return the engine for a script that is only planned; ``distribute()`` returns it in place of a real one.
+
+    It plans at its first batch, or at once if there is a ``sample``.
+    """
+    worlds.current()  # called while PLAN_ONLY is set: one process, which waits for no other trainers
     question = json.loads(Path(os.environ.pop(PLAN_ONLY)).read_text(encoding="utf-8"))
     if "footprint" in question:
         from echelon.tools.memory_profile.footprint_engine import FootprintEngine
@@ -49,7 +52,7 @@ def make_planning_engine(
 
 
 def as_engine(method: Callable[[Any, dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Give a method of the stand-in the signature of the Engine's method of its name; it gets the bound arguments."""
+    """Give the method the signature of the Engine method of the same name; it receives the bound arguments."""
     original = getattr(Engine, method.__name__)
     signature = inspect.signature(original)
 
@@ -61,7 +64,7 @@ def as_engine(method: Callable[[Any, dict[str, Any]], Any]) -> Callable[..., Any
 
 
 class PlanningEngine:
-    """Stands in for the engine of one process, which it asks for all but training."""
+    """Wraps a single-process engine: ``step`` plans and ends the script, other attributes come from that engine."""
 
     def __init__(
         self, question: dict[str, Any], model: nn.Module, optimizer: Any, loss: Any, scheduler: Any = None
@@ -91,7 +94,7 @@ class PlanningEngine:
 
     @as_engine
     def resume(self, given: dict[str, Any]) -> None:
-        """There is nothing to go on with."""
+        """Do nothing: planning needs no checkpoint."""
 
     def _refuse_own_loop(self) -> NoReturn:
         self._answer({"error": _OWN_LOOP})
@@ -124,7 +127,7 @@ class PlanningEngine:
 
     def _answer(self, found: dict[str, Any]) -> NoReturn:
         Path(self._question["answer"]).write_text(json.dumps(found), encoding="utf-8")
-        raise SystemExit(0)  # the script's own clean-up runs; its training does not
+        raise SystemExit(0)  # so that the script's cleanup code runs, but not its training
 
 
 _ONE_PROCESS = (

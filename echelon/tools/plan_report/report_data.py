@@ -1,6 +1,6 @@
-"""Report: all that ``echelon plan`` says of a choice, as data. The tables, the page and the JSON are three views of it.
+"""The data that ``echelon plan`` reports; tables, HTML page and JSON are three views of a PlanReport.
 
-The JSON has the names of the fields here; times are seconds, amounts are bytes, ratios are parts of one.
+The JSON uses the field names of these classes. Times are in seconds, amounts in bytes; a ratio of 1 means 100%.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ClusterFigure:
-    """What the cluster's description says of one of its parts, and where that comes from."""
+    """One figure of a device or link of the cluster, and its origin (measured, default, ...)."""
 
     of: str
     what: str
@@ -33,7 +33,7 @@ class ClusterFigure:
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """words: the cluster in a line."""
+    """The cluster's name, its description in one line (``words``), number of devices, and figures."""
 
     name: str
     words: str
@@ -43,7 +43,7 @@ class ClusterSummary:
 
 @dataclass(frozen=True)
 class StageUnits:
-    """What one stage has: units of the model, first to last, on which rank of the stage axis."""
+    """The units of one stage, first to last, and the rank along the stage axis that runs it."""
 
     stage: int
     rank: int
@@ -53,12 +53,12 @@ class StageUnits:
 
 @dataclass(frozen=True)
 class PlanAlternative:
-    """Something else than the choice: another plan, or the best plan on another cluster.
+    """An alternative to the chosen plan: another plan, or the best plan on another cluster.
 
-    seconds: of a step then; None where it cannot be
-    against: the same against the choice's: -0.09 is 9% less
-    why:     what makes the difference
-    plan:    the plan it would be, in words
+    seconds: seconds of a step of the alternative; None if it is not possible
+    against: ``seconds`` relative to the chosen plan: -0.09 is 9% less
+    why:     reason of the difference
+    plan:    the alternative plan as text
     """
 
     what: str
@@ -70,7 +70,7 @@ class PlanAlternative:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best plan for another number of devices; None for seconds where none fits."""
+    """The best plan for another number of devices; ``seconds`` is None if no plan fits."""
 
     devices: int
     seconds: float | None
@@ -79,13 +79,19 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """options: the best plans, the choice first; empty where none fits, and then ``nearest`` is what lacks least
-    asked:      the words of the command, from which the same can be made again
-    neighbours: plans one decision away from the choice
-    approximate: means that change the mathematics, and what they would bring
-    sensitivities: the choice on another cluster
-    notes:      what else a user should know of the choice, one line each
-    sizes:      the time over the number of devices; empty where it was not asked for
+    """All that ``echelon plan`` reports.
+
+    asked:         options of the command, enough to make the same report again
+    options:       the best plans, the chosen one first; empty if no plan fits
+    neighbours:    plans that differ from the chosen one in one decision
+    approximate:   techniques that change the numerics, and the time that they would save
+    sensitivities: predictions with another network, memory, speed, number of devices or batch
+    sizes:         time of a step by number of devices; empty if it was not requested
+    notes:         further remarks on the choice, one line each
+    considered:    number of drafts that the search looked at
+    seconds:       seconds that the search took
+    nearest:       the plan that exceeds its memory limit least; None if a plan fits
+    reason:        reason why ``nearest`` does not fit
     """
 
     model: str
@@ -136,7 +142,7 @@ def samples_per_second(choice: PlanChoice) -> float:
 
 
 def _data(value: Any) -> Any:
-    """What JSON can say. Figures that follow from others (a plan's words, a device's total) are written out too."""
+    """Convert a value to JSON types. Derived figures (a plan as text, a device's total bytes) are included."""
     if isinstance(value, Event):
         return [value.rank, *value.action, value.begin, value.end]
     if isinstance(value, PlanChoice):
@@ -164,7 +170,7 @@ def _choice(data: Mapping[str, Any]) -> PlanChoice:
 
 
 def draft_from(data: Mapping[str, Any]) -> Draft:
-    """A Draft from its fields as JSON has them."""
+    """Return the Draft with these fields, given as JSON data."""
     return build(Draft, dict(data), "draft")
 
 

@@ -1,4 +1,4 @@
-"""What would be on another cluster: how a step's time answers to its network, memory, devices and batch."""
+"""Predict how the time of a step changes with the network, latency, memory, devices and batch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from echelon.planner.cluster.cluster import Cluster, Host
 from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
 from echelon.tools.plan_report.report_data import PlanAlternative, ScalingPoint
 
-#: Searches for the best plan of a batch on a cluster.
+#: A function that returns the best plan for a cluster and a global batch.
 Ask = Callable[[Cluster, int], SearchResult]
 
-#: Seconds of computing that searches for all these answers may take; the rest is answered for the plan there is.
+#: CPU seconds that all searches together may take; later cases are predicted for the chosen plan, without a search.
 PATIENCE = 8.0
 
 
 @dataclass(frozen=True)
 class SensitivityCase:
-    """What is changed: ``cluster`` and ``batch`` are as they would be then."""
+    """A change and its description; ``cluster`` and ``batch`` have the changed values."""
 
     what: str
     cluster: Cluster
@@ -30,7 +30,7 @@ class SensitivityCase:
 
 
 def cases(cluster: Cluster, batch: int) -> Iterator[SensitivityCase]:
-    """The questions that make sense: one host has no network, one device has nobody to talk to."""
+    """Yield the cases that apply to the cluster: one host has no network, one device has no links."""
     if cluster.host_count > 1:
         yield SensitivityCase("twice the network", cluster.with_(network=2.0), batch)
     if any(len(host.devices) > 1 for _, host in cluster.hosts):
@@ -45,18 +45,19 @@ def cases(cluster: Cluster, batch: int) -> Iterator[SensitivityCase]:
 
 
 def half_latency(cluster: Cluster) -> Cluster:
-    """Between hosts, and inside them."""
+    """Return the cluster with half the latency, between hosts and inside them."""
     inside = tuple((count, Host(host.devices, host.link.faster(1.0, 0.5))) for count, host in cluster.hosts)
     return dataclasses.replace(cluster.with_(latency=0.5), hosts=inside)
 
 
 @dataclass
 class SensitivitySearch:
-    """Searches, as long as that is quick enough; then asks how the plan there is would do.
+    """Searches while time is left; after that, predicts the chosen plan without a search.
 
-    search: the best plan of all
-    same:   the same plan, spread over more or fewer replicas where it has to be
-    costs:  seconds of a search, as far as is known
+    search:   returns the best plan
+    same:     returns the chosen plan, with more or fewer replicas if needed
+    costs:    CPU seconds of the last search
+    patience: CPU seconds left for searches
     """
 
     search: Ask
@@ -67,7 +68,7 @@ class SensitivitySearch:
     def __call__(self, cluster: Cluster, batch: int) -> SearchResult:
         if self.costs > self.patience:
             return self.same(cluster, batch)
-        begin = time.process_time()  # not by the clock: a busy machine changes no answer
+        begin = time.process_time()  # CPU time, not wall time: the load of the machine must not change the report
         answer = self.search(cluster, batch)
         self.costs = time.process_time() - begin
         self.patience -= self.costs
@@ -75,7 +76,7 @@ class SensitivitySearch:
 
 
 def sensitivities(choice: PlanChoice, cluster: Cluster, ask: Ask) -> tuple[PlanAlternative, ...]:
-    """How long a step then takes."""
+    """Return the predicted time of a step for each case."""
     batch = choice.draft.batch
     return tuple(_remark(case, choice, ask(case.cluster, case.batch)) for case in cases(cluster, batch))
 
@@ -95,7 +96,7 @@ def _remark(case: SensitivityCase, choice: PlanChoice, answer: SearchResult) -> 
 
 
 def sizes(choice: PlanChoice, cluster: Cluster, ask: Ask) -> tuple[ScalingPoint, ...]:
-    """The same batch on a quarter, half, twice and four times the devices."""
+    """Return the time of a step of the same batch on 1/4, 1/2, 1, 2 and 4 times the devices."""
     found = []
     for times in (0.25, 0.5, 1.0, 2.0, 4.0):
         other = resized(cluster, times)
@@ -108,8 +109,10 @@ def sizes(choice: PlanChoice, cluster: Cluster, ask: Ask) -> tuple[ScalingPoint,
 
 
 def spread(draft: Draft, ranks: int, batch: int) -> Draft | None:
-    """The same plan with as many replicas as there are devices for, and micro-batches of the same size; None where
-    that does not come out even."""
+    """Return the plan with the number of replicas that fills ``ranks``, and micro-batches of about the same size.
+
+    The result is None if the ranks or the batch cannot be divided evenly.
+    """
     replicas, left = divmod(draft.replicate * ranks, draft.ranks)
     if left or not replicas or batch % replicas:
         return None
@@ -121,8 +124,11 @@ def spread(draft: Draft, ranks: int, batch: int) -> Draft | None:
 
 
 def resized(cluster: Cluster, times: float) -> Cluster | None:
-    """So many times the devices: of each kind of host so many, or where there is one, of its devices. None: it has
-    no such part."""
+    """Return the cluster with ``times`` the devices, or None if there is no such cluster.
+
+    The number of hosts of each kind is multiplied. If that does not give whole numbers, and all hosts are of one kind,
+    the result is one host with fewer devices.
+    """
     counts = [count * times for count, _ in cluster.hosts]
     if all(count == int(count) for count in counts):
         groups = tuple((int(count), host) for count, (_, host) in zip(counts, cluster.hosts, strict=True))

@@ -1,1 +1,1 @@
-"""A run as a page: ``echelon report`` writes it, ``echelon watch`` serves it while the run goes on."""
+"""The HTML page of a run: ``echelon report`` writes the page, ``echelon watch`` serves it during the run."""

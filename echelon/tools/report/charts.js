@@ -1,8 +1,8 @@
 // Reading, smoothing and zooming. Everything the page says can be read without it.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SMOOTH = 0.9; // of the value before, in an exponential mean
-const states = new Map(); // by figure: what its reader has chosen, kept when the page is refreshed
+const SMOOTH = 0.9; // weight of the previous value in an exponential mean
+const states = new Map(); // options chosen by the user, by figure; kept when the page is refreshed
 let dragging = false;
 
 const element = (name, attributes, parent) => {
@@ -47,7 +47,7 @@ const ticks = (scale, count = 5) => {
   return found;
 };
 
-const labelled = scale => { // with as many digits as it takes to tell them apart
+const labelled = scale => { // labels with the number of digits needed to distinguish them
   const values = ticks(scale);
   const least = Math.min(...values.slice(1).map((value, place) => value - values[place]));
   const most = Math.max(...values.map(Math.abs)), digits = Math.max(0, -Math.floor(Math.log10(least) + 1e-9));
@@ -297,7 +297,7 @@ const smoothed = ys => {
   });
 };
 
-// ---- pictures that say what lies under the pointer ----
+// ---- figures that describe the element under the pointer ----
 
 const speak = picture => {
   const said = document.createElement("p");

@@ -1,7 +1,7 @@
-"""``echelon watch``: the page of a run over HTTP, made anew when the run has written something.
+"""``echelon watch``: serves the page of a run over HTTP, and renders it again when the run has written something.
 
-There is one address to ask for, so there are no paths to climb. Whoever is not on this machine must know the token; it
-comes once in a link, and stays in a cookie from then on.
+Only one path is served, so path traversal is impossible. Clients on other machines must know the token; a client sends
+it once in a link, and in a cookie from then on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from echelon.base.errors import UsageError
 from echelon.tools.report.run_files import gather, signature
 from echelon.tools.report.run_page import render
 
-#: Seconds after which a page asks for what is new, and after which it is made anew though no file has changed.
+#: Seconds between two refreshes of a page; seconds after which it is rendered again although no file has changed.
 EVERY, STALE = 2.0, 20.0
-#: Seconds that a caller has to say what it wants, and then to take each piece of the answer; how many may call at once.
+#: Seconds in which a client must send its request, and then take each piece of the response; number of clients at once.
 PATIENCE, MOST_CALLERS = 10.0, 32
 PIECE = 1 << 16
 
-#: What every answer says to the browser. The page itself says what it may load and run.
+#: Headers of every response. The page itself contains its Content-Security-Policy.
 GUARDS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -44,7 +44,7 @@ GUARDS = {
 
 
 class PageCache:
-    """The page of one directory, and its tag; made by one caller at a time."""
+    """The page of one directory and its ETag; one thread at a time renders it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
@@ -52,7 +52,10 @@ class PageCache:
         self._due, self._page, self._tag = 0.0, b"", ""
 
     def newest(self) -> tuple[bytes, str]:
-        """At most a fifth of the time is spent on making pages, so that the page of a large run is a little behind."""
+        """Return the page and its ETag, rendered again if files have changed.
+
+        At most a fifth of the time is spent on rendering, so the page of a large run may lag behind.
+        """
         with self._lock:
             seen, begun = signature(self._directory), time.monotonic()
             if (seen != self._seen and begun >= self._due) or begun >= self._due + STALE:
@@ -64,7 +67,10 @@ class PageCache:
 
 
 class PageServer(ThreadingHTTPServer):
-    """token: what callers must know; None: they are on this machine, and need not."""
+    """The HTTP server of one page.
+
+    token: secret that clients must send; None: only clients on this machine connect, and they need no token
+    """
 
     daemon_threads = True
     request_queue_size = 64
@@ -81,11 +87,11 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def cookie(self) -> str:
-        """By port: cookies know none, and several runs may be watched on one machine."""
+        """The name of the cookie. The name has the port, because browsers share cookies between ports of a host."""
         return f"echelon-watch-{self.port}"
 
     def server_bind(self) -> None:
-        """Without asking for this machine's name, which can take seconds."""
+        """Bind the socket without looking up this machine's name, which can take seconds."""
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -101,11 +107,11 @@ class PageServer(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that hangs up, or sends nonsense, is no news."""
+        """Ignore errors of clients that disconnect or send invalid data."""
 
 
 class _DeadlineReader(io.RawIOBase):
-    """What a caller says, as long as there is patience: a letter now and then makes it no longer."""
+    """Reads a request until a deadline, which slow single bytes do not extend. Raises ``TimeoutError`` after it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._until = connection, time.monotonic() + PATIENCE
@@ -153,11 +159,14 @@ class PageRequestHandler(BaseHTTPRequestHandler):
             return self._answer(HTTPStatus.NOT_MODIFIED, b"", ETag=tag)
         return self._answer(HTTPStatus.OK, page, ETag=tag, **{"Content-Type": "text/html; charset=utf-8"})
 
-    # ---- who may ----
+    # ---- access control ----
 
     def _meant_for_us(self) -> bool:
-        """Without a token, only under this machine's own names: else any page on the web could have its name point here
-        and read the run through the browser of whoever looks at it."""
+        """Return True if the Host header is allowed: without a token, only loopback names are.
+
+        This prevents DNS rebinding: a web page whose name resolves to this machine could read the run through a browser
+        on this machine.
+        """
         if self.server.token is not None:
             return True
         try:
@@ -185,11 +194,11 @@ class PageRequestHandler(BaseHTTPRequestHandler):
         return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
     def _let_in(self, token: str) -> None:
-        """The token goes from the link into a cookie that scripts cannot read, and out of the address."""
+        """Move the token from the link to a cookie that scripts cannot read, and redirect to an address without it."""
         cookie = f"{self.server.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
         self._answer(HTTPStatus.SEE_OTHER, b"", Location="/", **{"Set-Cookie": cookie})
 
-    # ---- answers ----
+    # ---- responses ----
 
     def _answer(self, status: HTTPStatus, body: bytes, **headers: str) -> None:
         self.connection.settimeout(PATIENCE)
@@ -197,7 +206,7 @@ class PageRequestHandler(BaseHTTPRequestHandler):
         for name, value in {**GUARDS, **headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        with contextlib.suppress(OSError):  # hung up in the middle
+        with contextlib.suppress(OSError):  # the client has disconnected
             for place in range(0, len(body), PIECE):
                 self.wfile.write(body[place : place + PIECE])
 
@@ -205,10 +214,10 @@ class PageRequestHandler(BaseHTTPRequestHandler):
         self.send_error(status)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """One short line; also for what is no request at all. Nothing of it is repeated."""
+        """Send one short line, also for a malformed request. The response repeats nothing of the request."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self.close_connection = True
-        self.request_version = "HTTP/1.0"  # what came may have claimed anything
+        self.request_version = "HTTP/1.0"  # the version in a malformed request may be anything
         words = {
             HTTPStatus.FORBIDDEN: "the token is missing or wrong: use the link that 'echelon watch' has printed",
             HTTPStatus.METHOD_NOT_ALLOWED: "only GET",
@@ -220,7 +229,7 @@ class PageRequestHandler(BaseHTTPRequestHandler):
             self._answer(status, body, **more, **{"Content-Type": "text/plain; charset=utf-8"})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The console is for people, not for every call."""
+        """Log nothing: the console does not show requests."""
 
 
 def is_loopback(host: str) -> bool:
@@ -231,7 +240,10 @@ def is_loopback(host: str) -> bool:
 
 
 def open_server(directory: Path, host: str, port: int) -> PageServer:
-    """Listening, not yet answering. Other addresses than this machine's own get a token."""
+    """Return a server that listens but does not answer yet; addresses other than loopback get a token.
+
+    Raises ``UsageError`` if the server cannot listen there.
+    """
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     try:
         return PageServer(host, port, PageCache(directory), token)
@@ -245,7 +257,7 @@ def open_server(directory: Path, host: str, port: int) -> PageServer:
 
 
 def link(server: PageServer, host: str) -> str:
-    """What to open in a browser."""
+    """Return the URL to open in a browser, with the token if there is one."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     shown = f"[{host}]" if ":" in host else host

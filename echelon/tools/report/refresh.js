@@ -1,6 +1,6 @@
 // Printing, and refreshing a live page. Uses `enliven` and `dragging` of charts.js.
 
-// ---- printing: what is folded is opened for as long as it takes ----
+// ---- printing: folded parts are opened while the page prints ----
 
 let unfolded = [];
 addEventListener("beforeprint", () => {
@@ -9,9 +9,9 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => { unfolded.forEach(each => { each.open = false; }); });
 
-// ---- refreshing: only what has changed, and never what the reader has opened, scrolled or zoomed ----
+// ---- refreshing: replaces only changed parts, and never parts that the user has opened, scrolled or zoomed ----
 
-const served = new Map(); // by id: a part as it came, before it was enlivened
+const served = new Map(); // parts by id, as served, before `enliven`
 const note = root => { for (const each of partsOf(root)) served.set(each.id, each.outerHTML); };
 const partsOf = root => [...root.querySelectorAll("body > header, main > section, body > footer")];
 

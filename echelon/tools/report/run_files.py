@@ -1,4 +1,4 @@
-"""All that a run's directory tells, read once: what the run has written down, and its timeline."""
+"""Reads the files of a run's directory once: the run log and the timeline."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from echelon.observability.trace import trace_files
 from echelon.observability.trace.merge import merge
 from echelon.observability.trace.span import DEVICE, KINDS, Span, span_of
 
-#: Seconds between two kernels of one phase that are still drawn as one.
+#: Largest gap in seconds between two kernels of one phase that are drawn as one.
 TOGETHER = 50e-6
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """spans: of each rank, kernels of one phase drawn together; summary: what ``echelon timeline`` makes of them"""
+    """The data of a run's directory.
+
+    spans:   timeline of each rank, with successive kernels of one phase joined
+    summary: figures of ``echelon timeline``
+    """
 
     run: Run
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
@@ -36,17 +40,17 @@ def gather(directory: Path) -> RunFiles:
     except EchelonError:
         return RunFiles(run)
     if run.facts is not None and (trace_files.recorded_at(folder) or run.facts.began) < run.facts.began:
-        return RunFiles(run)  # of an earlier run into the same directory
+        return RunFiles(run)  # the timeline is of an earlier run in the same directory
     return RunFiles(run, _spans(folder), _summary(folder))
 
 
 def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    """Changes when something was written: names, sizes and times of all files that are read."""
+    """Return names, sizes and modification times of all files read, which change when a file is written."""
     found = []
     for path in [*directory.glob("*.json*"), *(directory / trace_files.FOLDER).glob("**/*.json*")]:
         try:
             seen = path.stat()
-        except OSError:  # renamed or removed in this very moment
+        except OSError:  # the file was renamed or removed meanwhile
             continue
         found.append((str(path), seen.st_size, seen.st_mtime_ns))
     return tuple(sorted(found))
@@ -66,7 +70,7 @@ def _spans(folder: Path) -> dict[int, tuple[Span, ...]]:
 
 
 def _of_rank(path: Path) -> Iterator[Span]:
-    """A whole file line by line: with a GPU's kernels it is long."""
+    """Yield the valid spans of a rank's file. A finished file is read by line, because GPU kernels make it long."""
     if path.suffix == ".part":
         ranked = trace_files.read_rank(path)
         yield from filter(_sane, ranked.spans if ranked is not None else ())
@@ -89,7 +93,7 @@ def _json(line: bytes) -> Any:
 
 
 def _joined(spans: Iterator[Span]) -> Iterator[Span]:
-    """Kernels by the thousand as a few stretches of the phase that launched them; the rest as it is."""
+    """Yield the spans with successive kernels joined by launching phase, because there may be thousands of kernels."""
     held: Span | None = None
     for span in spans:
         if span.kind != "kernel":

@@ -1,7 +1,7 @@
-"""A run as one page that needs nothing else: no network, no fonts or scripts from elsewhere.
+"""Rendering of a run as one self-contained HTML page, without external fonts or scripts.
 
-The page says to the browser that only its own script may run and that it may load nothing, so that text of a run
-which got past the escaping could still do no harm.
+The Content-Security-Policy of the page allows only its own script and no loading, so that text of a run that got past
+the escaping could still do no harm.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ HERE = Path(__file__).parent
 
 
 def render(gathered: RunFiles, now: float, live: float | None = None) -> str:
-    """The page, as text. ``live``: seconds after which it asks again for what is new."""
+    """Render the page as HTML text.
+
+    now:  current time, in seconds since the epoch
+    live: seconds between two refreshes of the page; default None: no refresh
+    """
     found = templates(HERE)
     found.filters.update(kind=_kind, figure=figure)
     return found.get_template("page.html.j2").render(**_view(gathered, now, live))
 
 
 def _kind(name: str) -> str:
-    """Of a part of a bar, as a class of the style sheet; names come from files, and may be any."""
+    """Return the CSS class of a bar segment; names come from files, so unknown ones become "other"."""
     return name.replace(" ", "-") if name in _KNOWN else "other"
 
 
@@ -48,7 +52,7 @@ _KNOWN = {*PHASES, "waiting", "held", *memory_section.KINDS}
 
 
 def policy(script: str, live: bool) -> str:
-    """What the browser lets the page do: its own script, its own styles, and nothing from elsewhere."""
+    """Return the Content-Security-Policy: the page's own script and styles, and nothing from elsewhere."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     talk = "'self'" if live else "'none'"
     own = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; connect-src {talk}"
@@ -56,7 +60,7 @@ def policy(script: str, live: bool) -> str:
 
 
 def script_text() -> str:
-    """The scripts between their tags, as one that leaves no names behind: fit for HTML and for XML."""
+    """Return all scripts as one that defines no global names, in a form valid in both HTML and XML."""
     parts = [(HERE / name).read_text(encoding="utf-8") for name in ("charts.js", "refresh.js")]
     return "\n".join(['//<![CDATA[\n(() => {\n"use strict";', *parts, "})();\n//]]>"])
 
@@ -69,7 +73,7 @@ def _view(gathered: RunFiles, now: float, live: float | None) -> dict[str, Any]:
         "directory": str(run.directory),
         "made": overview.moment(now),
         "live": live,
-        "script": Markup(script),  # ours; nothing of the run is in it
+        "script": Markup(script),  # not escaped: the script contains no data of the run
         "policy": policy(script, live is not None),
         "head": overview.overview(gathered, now),
         "empty": run.empty,

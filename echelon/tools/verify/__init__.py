@@ -1,8 +1,9 @@
-"""``echelon verify``: the script's own plan against one process, step by step, and where they part.
+"""``echelon verify``: compare training under the script's own plan with training in one process, step by step.
 
-The command runs the script twice. In the first run (``Recorder``) the ranks train as they always do and write down
-their batches, losses, whole gradients and whole weights. In the second (``Replayer``) one process is given the weights
-they began with and, in each step, their batches put together; it measures how far it comes out elsewhere. Both stop
-after some steps, inside ``engine.step()``. Of a loop of one's own (``engine.backward``, ``engine.update``) all that it
-takes in is written down, and given to the one process in the same order (``events``, ``follow``).
+The command runs the script twice. In the first run (``VerifyRecorder``) the ranks train as usual and write their
+batches, losses, full gradients and full weights to disk. In the second run (``VerifyReplayer``) one process is given
+the initial weights of the ranks and, in each step, the merged batches of all replicas; it measures the difference from
+the first run. Both runs stop after a number of steps, inside ``engine.step()``. For a custom training loop
+(``engine.backward``, ``engine.update``), all batches and random numbers that the loop takes in are recorded, and the
+one process is given them in the same order (``loop_events``, ``loop_replay``).
 """

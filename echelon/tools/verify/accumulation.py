@@ -1,7 +1,7 @@
-"""Loops that make fewer passes for an update on more processes: ``gradient_accumulation_steps //= world_size``.
+"""Support for loops with fewer passes per update on more processes (``gradient_accumulation_steps //= world_size``).
 
-One process then makes so many times the passes, each with a part of the loss. It is given the ranks' batches of an
-update as often as it takes: the sum of the losses, and of the gradients, is that of the ranks.
+One process then makes a multiple of the ranks' passes, each with a part of the loss. The process is given the ranks'
+batches of an update several times: the sums of losses and gradients are then those of the ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the passes of one process follow those of the ranks.
+    """Mapping of the passes of one process to the passes of the ranks.
 
-    own:    passes for an update in one process
-    ranks:  passes for an update on the ranks
-    events: batches and draws that a pass takes
+    own:    passes per update in one process
+    ranks:  passes per update on the ranks
+    events: batches and random draws per pass
     """
 
     own: int
@@ -26,21 +26,23 @@ class Accumulation:
 
     @property
     def rounds(self) -> int:
-        """Return how often one process is given the batches of an update."""
+        """The number of times that one process is given the batches of an update."""
         return self.own // self.ranks
 
     def event(self, number: int) -> int:
-        """Return which of the ranks' events one process is given as its own ``number``."""
+        """Return the index of the ranks' event that one process is given as its event ``number``."""
         passed, inside = divmod(number, self.events)
         update, at = divmod(passed, self.own)
         return (update * self.ranks + at % self.ranks) * self.events + inside
 
 
 def find_accumulation(own: int, passes: Sequence[int], marks: Sequence[int]) -> Accumulation | None:
-    """Return None where the passes of one process are no multiple of the ranks', or each takes in something else.
+    """Return the mapping of passes; None if the number of own passes is not a multiple of the ranks' number, or if
+    passes take different numbers of events.
 
-    passes: on the ranks, of each update
-    marks:  on the ranks, how many events there had been at each pass
+    own:    passes per update in one process
+    passes: passes of each update on the ranks
+    marks:  number of events before each pass on the ranks
     """
     taken = {after - before for before, after in itertools.pairwise(marks)}
     if len(set(passes)) != 1 or own % passes[0] or len(taken) > 1:

@@ -1,4 +1,4 @@
-"""Which witness a process has, and what cannot be verified at all."""
+"""Selection of the observer for a process that ``echelon verify`` has started; refuses what cannot be verified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _begun: list[VerifyRequest] = []
 
 
 def find_verify_observer(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | None:
-    """For the model that the script distributes, which is made to sit still for it."""
+    """Return the observer for the model that the script distributes; None outside of ``echelon verify``.
+
+    Dropout in the model is switched off; the model is converted to float64 if the request says so.
+    """
     question = find_verify_request()
     if question is None:
         return None

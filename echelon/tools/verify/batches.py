@@ -1,4 +1,4 @@
-"""Batches on disk, and one global batch from those of the replicas."""
+"""Batches on disk, and the merging of the replicas' batches into a global batch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _STRUCTURE = "structure"
 
 
 class WeightedBatch(NamedTuple):
-    """A batch, and its part of the mean loss."""
+    """A batch and its weight in the mean loss."""
 
     batch: Any
     weight: float
 
 
 class WeightedBatches(NamedTuple):
-    """What one process computes in place of all replicas: the loss is the weighted sum over these."""
+    """The batches that one process computes in place of all replicas: the loss is the weighted sum over them."""
 
     pieces: tuple[WeightedBatch, ...]
 
@@ -37,7 +37,10 @@ class WeightedBatches(NamedTuple):
 
 
 def describe(batch: Any) -> tuple[Any, list[Tensor]]:
-    """The batch as JSON values and the tensors they refer to; a one-line error for what neither of them is."""
+    """Return the batch as a JSON structure and the list of tensors that the structure refers to.
+
+    Raises ``DataError`` for a value that is neither a tensor nor representable in JSON.
+    """
     tensors: list[Tensor] = []
     return _described(batch, tensors), tensors
 
@@ -84,17 +87,21 @@ def rebuild_batch(structure: Any, tensors: Mapping[int, Tensor]) -> Any:
     return listed if kind == "list" else tuple(listed)
 
 
-# ---- together ----
+# ---- merging ----
 
 
 def merge_replica_batches(
     batches: Sequence[Any], counts: Sequence[float], *, apart: bool, micro: int = 1
 ) -> WeightedBatches:
-    """What one process is given for the batches of all replicas, of which each counts as its samples.
+    """Return the batches that one process computes in place of the batches of all replicas.
 
-    They become one batch, the replicas' rows in order. Where they do not fit into one (lengths that differ, say), or
-    ``apart`` asks for the sum of the replicas' losses, it takes them one after another.
-    micro: layers that look at several rows at once (batch norm) see micro-batches: these are put together instead
+    The result is one batch with the rows of all replicas in order. If they do not fit into one batch (because of
+    different lengths, say), the result has one weighted batch per replica.
+
+    counts: samples that each replica's batch counts for
+    apart:  True if the losses of the replicas are to be summed: the result has one batch per replica, each of weight 1
+    micro:  number of micro-batches if layers that mix rows (batch norm) see micro-batches: the result then has one
+            batch per micro-batch; default 1
     """
     if apart:
         return WeightedBatches(tuple(WeightedBatch(batch, 1.0) for batch in batches))
@@ -110,7 +117,7 @@ def merge_replica_batches(
 
 
 def _by_micro_batch(batches: Sequence[Any], weights: Sequence[float], micro: int) -> WeightedBatches:
-    """The first micro-batches of all replicas together, then the second ones ..."""
+    """Merge the first micro-batches of all replicas, then the second micro-batches, and so on."""
     pieces: list[WeightedBatch] = []
     for parts in zip(*(micro_batches(batch, micro) for batch in batches), strict=True):
         real = [(part.batch, weight * part.part) for part, weight in zip(parts, weights, strict=True) if part.rows]
@@ -123,7 +130,7 @@ def _by_micro_batch(batches: Sequence[Any], weights: Sequence[float], micro: int
 
 
 def are_same_batches(batches: Sequence[Any]) -> bool:
-    """Whether they are several, and one and the same."""
+    """Return True if there are at least two batches and all of them are equal."""
     (shape, first), *others = (describe(batch) for batch in batches)
     return bool(others) and all(
         other == shape and all(torch.equal(a, b) for a, b in zip(first, leaves, strict=True))
@@ -132,16 +139,16 @@ def are_same_batches(batches: Sequence[Any]) -> bool:
 
 
 class _ApartError(Exception):
-    """There is no one batch of these."""
+    """Raised if batches cannot be concatenated."""
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """One batch with the rows of all; None where that is not plain to see."""
+    """Return one batch with the rows of all batches; None if they cannot be concatenated unambiguously."""
     if len(batches) == 1:
         return batches[0]
     try:
         return _joined(batches, [count_samples(batch) for batch in batches])
-    except (_ApartError, DataError):  # DataError: nothing in it has rows
+    except (_ApartError, DataError):  # DataError: no tensor in a batch has rows
         return None
 
 
@@ -163,7 +170,7 @@ def _joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def _joined_list(values: Sequence[Any], rows: Sequence[int]) -> Iterable[Any]:
-    """Texts or numbers that are as many as there are rows are one for each row: names of files, say."""
+    """Concatenate lists of strings or numbers with one item per row (such as file names); join other lists by item."""
     plain = not any(isinstance(inner, Tensor | Mapping | list | tuple) for value in values for inner in value)
     by_row = plain and all(len(value) == count for value, count in zip(values, rows, strict=True))
     if by_row and (any(value != values[0] for value in values) or any(isinstance(inner, str) for inner in values[0])):

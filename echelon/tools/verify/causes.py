@@ -1,4 +1,4 @@
-"""Likely causes of losses that differ, from the losses of the replicas and that of one process. Pure functions."""
+"""Likely causes of a loss difference, found from the losses of the replicas and of one process. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from echelon.tools.verify.denominators import LABELS, SHIFTED
 from echelon.tools.verify.differences import relative
 
-#: What a cause leaves unexplained of a difference at most.
+#: Largest fraction of the difference that a cause may leave unexplained.
 REST = 0.01
-#: Losses closer than this are the same, and have no cause.
+#: Losses with a smaller relative difference are the same, and have no cause.
 DIGITS = 2e-6
-#: A sum is so many times the mean but for this, where random numbers differ.
+#: Relative tolerance of "the loss of one process is N times as large" (a sum over N replicas) if random numbers differ.
 NOISE = 0.02
 
-#: One pass of one replica, or of one process: its loss, the samples that it counts for, and what else it could.
+#: One pass of one replica, or of one process: its loss, the samples it counts for, and other possible denominators.
 Share = Mapping[str, Any]
 
 
 def likely_cause(step: Mapping[str, Any], reference: Mapping[str, Any], replicas: int, *, noisy: bool) -> str:
-    """Return what makes the losses of one step differ, in words; nothing where that cannot be told.
+    """Return a sentence with the likely cause of the loss difference in one step; "" if no cause is found.
 
-    noisy: random numbers are other ones in one process
+    noisy: True if one process draws other random numbers than the ranks
     """
     mine, one = step["loss"], reference["loss"]
     if replicas < 2 or not all(map(math.isfinite, (mine, one))) or relative(mine, one) <= DIGITS:
@@ -62,7 +62,10 @@ def _cause_of_pass(shares: Sequence[Share], whole: Share, noisy: bool) -> str:
 
 
 def _other_padding(shares: Sequence[Share], whole: Share) -> str:
-    """Padding before the text lets a shifted loss count the first word where there is any."""
+    """Return the cause if padding changes the number of labels that a shifted loss counts.
+
+    In a row with padding on the left, the first token is not at position 0, so a loss over ``labels[:, 1:]`` counts it.
+    """
 
     def replicas(what: str) -> list[float]:
         return [share["counts"].get(what, 0.0) for share in shares]
@@ -79,7 +82,10 @@ def _other_padding(shares: Sequence[Share], whole: Share) -> str:
 
 
 def _beyond(shares: Sequence[Share], loss: float) -> str:
-    """A mean over samples lies between those of its parts, however they are weighed."""
+    """Return the cause if the loss of one process lies outside the range of the replicas' losses.
+
+    A mean over samples always lies within that range, whatever the weights of the replicas.
+    """
     losses = [share["loss"] for share in shares]
     room = 1e-3 * (max(losses) - min(losses)) + 1e-4 * abs(loss)
     if min(losses) - room <= loss <= max(losses) + room:

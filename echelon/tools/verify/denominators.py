@@ -1,4 +1,4 @@
-"""Numbers that a loss may average over, as far as a batch shows them."""
+"""Possible denominators of a mean loss, counted in a batch: labels, mask positions, tokens, rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-#: Labels that no loss counts, in torch and in all that is built on it.
+#: The default ``ignore_index`` of PyTorch losses.
 IGNORED = -100
 LABELS = f"labels that are not {IGNORED}"
 SHIFTED = "[:, 1:]"
 
 
 def denominators(batch: Any) -> dict[str, float]:
-    """Return, in words, what is there to be counted, and how much of it. The order is that of likelihood."""
+    """Return the possible denominators of the batch's loss by description, the most likely first."""
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
     found = [each for name, leaf in leaves for each in _counts(name, leaf.detach())]
     return {words: count for _, words, count in sorted(found, key=lambda each: each[0])}
@@ -27,7 +27,7 @@ def _counts(name: str, leaf: Tensor) -> Iterator[tuple[int, str, float]]:
         return
     if leaf.dtype in (torch.int32, torch.int64):
         counted = leaf != IGNORED
-        rank = 4 if bool(counted.all()) else 0  # of another replica it may not be all: it is told, as the last
+        rank = 4 if bool(counted.all()) else 0  # another replica may have ignored labels: keep the entry, but last
         yield rank, f"{LABELS} (batch{name})", _total(counted)
         if leaf.dim() > 1:
             yield rank, f"{LABELS} (batch{name}{SHIFTED})", _total(counted[:, 1:])

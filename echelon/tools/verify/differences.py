@@ -1,4 +1,4 @@
-"""How far two sets of tensors are apart. Pure functions of tensors."""
+"""Differences between two sets of tensors. Pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -9,27 +9,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: A tensor that is small beside the others is measured by this part of the largest: what is zero but for rounding (the
+#: The scale of a tensor is at least this fraction of the largest scale: a tensor that is zero but for rounding (the
 #: gradient of a bias before batch norm) has no scale of its own.
 FLOOR = 0.1
-#: An entry whose two gradients are further apart than this part of it is nothing but rounding. Adam makes full steps of
+#: An entry whose two gradients differ relatively by more than this is only rounding error. Adam makes full steps for
 #: such an entry, in any direction.
 ROUNDING = 0.01
-#: Entries are rounded in every update, each time by some of the last digit.
+#: Rounding error of an entry per update, in units of the dtype's epsilon.
 LAST_DIGITS = 4.0
-#: A parameter with more of them than this is worth a word.
+#: A parameter is reported if a larger fraction of its entries is only rounding error.
 MANY = 0.1
 
 
 class TensorDifference(NamedTuple):
-    """absolute: of the entries that are furthest apart; relative: to the scale of the tensor"""
+    """The difference between two tensors.
+
+    absolute: largest absolute difference of two entries
+    relative: difference relative to the scale of the tensor
+    """
 
     absolute: float
     relative: float
 
 
 def gradient_differences(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, TensorDifference]:
-    """By parameter, largest entries compared; one that has a gradient on one side only is infinitely far."""
+    """Return the gradient differences by parameter name, relative to the largest absolute entry.
+
+    The difference is infinite if only one side has a gradient, or if the shapes differ.
+    """
     scales = {name: _largest(value) for name, value in reference.items()}
     floor = FLOOR * max(scales.values(), default=0.0)
     found: dict[str, TensorDifference] = {}
@@ -45,7 +52,10 @@ def gradient_differences(mine: Mapping[str, Tensor], reference: Mapping[str, Ten
 def weight_differences(
     mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], left_out: Mapping[str, Tensor] | None = None
 ) -> dict[str, TensorDifference]:
-    """By parameter and buffer of floats; relative as root mean squares. ``left_out``: entries that do not count."""
+    """Return the differences of floating-point parameters and buffers by name; relative differences are ratios of RMS.
+
+    left_out: masks of entries to ignore
+    """
     left_out = left_out or {}
     floats = {name: value for name, value in reference.items() if value.is_floating_point() and value.numel()}
     scales = {name: _mean_size(value) for name, value in floats.items()}
@@ -68,12 +78,18 @@ def movement_differences(
     left_out: Mapping[str, Tensor],
     updates: int,
 ) -> dict[str, float]:
-    """By parameter of ``initial``, how far it is apart beside how far training has moved it: small steps say nothing
-    beside the weights themselves. What rounding may come to in so many updates is nothing."""
+    """Return each parameter's difference relative to the distance that training has moved the parameter (RMS).
+
+    Small updates are invisible relative to the weights themselves. A difference that rounding can explain in this
+    number of updates counts as 0.
+
+    initial:  parameters before the first update
+    left_out: masks of entries to ignore
+    """
     found: dict[str, float] = {}
     for name, start in initial.items():
         if name not in mine or mine[name].shape != start.shape or name not in reference:
-            continue  # of which the weights tell
+            continue  # ``weight_differences`` reports these
         apart = mine[name].double() - reference[name].double()
         far = _mean_size(apart.masked_fill(left_out[name], 0.0) if name in left_out else apart)
         digits = LAST_DIGITS * updates * torch.finfo(mine[name].dtype).eps * _mean_size(reference[name])
@@ -83,18 +99,18 @@ def movement_differences(
 
 
 def rounding(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By parameter, the entries whose gradient is rounding alone."""
+    """Return, by parameter name, a mask of the entries whose gradient is only rounding error."""
     both = [name for name, value in reference.items() if name in mine and mine[name].shape == value.shape]
     return {name: (mine[name] - reference[name]).abs() > ROUNDING * reference[name].abs() for name in both}
 
 
 def mostly(entries: Mapping[str, Tensor]) -> list[str]:
-    """Parameters with many such entries."""
+    """Return the names of parameters with more than ``MANY`` of their entries marked."""
     return [name for name, marked in entries.items() if marked.numel() and float(marked.float().mean()) > MANY]
 
 
 def relative(mine: float, reference: float) -> float:
-    """Of two losses."""
+    """Return the relative difference of two losses."""
     return 0.0 if mine == reference else _over(abs(mine - reference), abs(reference))
 
 

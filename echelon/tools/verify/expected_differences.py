@@ -1,4 +1,4 @@
-"""Which parts of a plan change the numbers, how, and by how much: read from the plan alone."""
+"""Expected numerical differences between a plan and one process, derived from the plan alone."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from torch import nn
 from echelon.plan import Plan
 from echelon.plan.batch_norms import batch_norm_names
 
-#: What two sums of the same 32-bit numbers in another order differ by, with some room for what grows in some steps.
+#: Relative difference between two sums of the same fp32 numbers in another order, with room for growth over some steps.
 TOLERANCE = 1e-4
-#: Gradients and weights may be so many times further apart than losses: sums that cancel, and steps that follow.
+#: Factor by which gradients and weights may differ more than losses, because of cancellation and of earlier steps.
 LOOSER = 10.0
 
 
 @dataclass(frozen=True)
 class ExpectedDifference:
-    """One reason for another result than one process has.
+    """One reason why the results of a plan differ from those of one process.
 
-    The rest are relative differences up to which it explains what is found; None: any. Those of ``outputs`` hold for
-    the first loss as well, which no update has touched.
+    setting: the strategy setting that causes the difference
+    says:    the explanation for the user
+
+    The other fields are the largest relative differences that this reason explains; None: any. ``outputs`` also limits
+    the first loss, because no update has affected that loss.
     """
 
     setting: str
@@ -33,7 +36,7 @@ class ExpectedDifference:
 
 
 def expected(plan: Plan, model: nn.Module, steps: int) -> list[ExpectedDifference]:
-    """Why this plan's numbers differ from those of one process in 32 bits; nothing for a plan that is exact."""
+    """Return the reasons why this plan's numbers differ from those of one process in fp32; empty for an exact plan."""
     return [*_arithmetic(plan), *_algorithms(plan, steps), *_statistics(plan, model)]
 
 

@@ -1,8 +1,8 @@
-"""What a loop of one's own takes in: batches of its loaders and random numbers, in the order in which they come.
+"""Interception of the inputs of a custom training loop: loader batches and random numbers, in their order.
 
-``engine.step(batch)`` shows what a step computes with. A loop that calls the model itself does not; but it is a
-function of what it is given. So the ranks' loops are listened to, and the loop in one process is given the same, the
-replicas' rows one below the other.
+``engine.step(batch)`` shows the inputs of a step. A loop that calls the model itself does not, but the loop is a
+function of its inputs. So the inputs of the ranks' loops are recorded, and the loop in one process is given the same
+inputs, with the rows of all replicas concatenated.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Kind = Literal["batch", "end", "draw"]
 _MADE = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "randperm",
          "multinomial", "poisson")  # fmt: skip
 FILLED = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
-#: They draw, and put out what their input makes of it: no tensor to take down and hand out again.
+#: Functions that draw random numbers but return their transformed input: there is no random tensor to replay.
 _STRAY = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu",
           "gumbel_softmax")  # fmt: skip
 
 
 class DrawFollower(Protocol):
-    """Told of random tensors; what it returns is what the caller gets.
+    """Receives each random tensor and returns the tensor that the caller gets.
 
-    quiet: a loader is at work, whose batches are followed and not what it draws
+    quiet: True while a loader works: its batches are followed, its random draws are not
     """
 
     quiet: bool
@@ -47,7 +47,7 @@ class DrawFollower(Protocol):
 
 
 class LoopFollower(DrawFollower, Protocol):
-    """Told of everything that comes in; what it returns is what the loop gets."""
+    """Receives every input of the loop (random tensors and batches) and returns what the loop gets."""
 
     def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]: ...
 
@@ -56,7 +56,7 @@ _PLAIN = DataLoader.__iter__
 
 
 class RandomDrawMode(TorchFunctionMode):
-    """While it is open, random tensors go through the follower."""
+    """A mode in which random tensors pass through the follower."""
 
     def __init__(self, follower: DrawFollower) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class RandomDrawMode(TorchFunctionMode):
 
     @property
     def is_off(self) -> bool:
-        """Return True where nothing is to be followed; in a graph that is being compiled nothing can be."""
+        """True if draws are not followed now; draws in a graph that is being compiled cannot be followed."""
         return self._draws.quiet or torch.compiler.is_compiling()
 
     def __torch_function__(
@@ -82,8 +82,8 @@ class RandomDrawMode(TorchFunctionMode):
 
 
 class LoopInputMode(RandomDrawMode):
-    """While it is open, random tensors made outside of the engine's own calls go through the follower, and so do
-    batches of torch's data loaders."""
+    """A mode in which random tensors created outside of engine calls, and batches of ``torch.utils.data.DataLoader``,
+    pass through the follower."""
 
     def __init__(self, follower: LoopFollower, wide: bool) -> None:
         super().__init__(follower)
@@ -96,7 +96,7 @@ class LoopInputMode(RandomDrawMode):
         self._iterate = iterate
 
     def open(self) -> None:
-        """From here on, in this thread: the loop that follows is the user's own code, with no ``with`` around it."""
+        """Enter the mode in this thread. User code runs the loop, so there is no ``with`` statement around it."""
         self.__enter__()  # type: ignore[no-untyped-call]
         DataLoader.__iter__ = self._iterate  # type: ignore[assignment,method-assign]
 
@@ -110,7 +110,7 @@ class LoopInputMode(RandomDrawMode):
 
 
 def _drops(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Whether a call of such a function, or of the native one below it, draws at all."""
+    """Return True if this call of a ``_STRAY`` function, or of its native counterpart, draws random numbers."""
     if name == "gumbel_softmax":
         return True
     part = named.get("p", args[1] if len(args) > 1 else 0.5)
@@ -123,9 +123,9 @@ def widened_each(batches: Iterator[Any], wide: bool) -> Iterator[Any]:
 
 
 class FollowedLoader(Loader):
-    """A loader whose batches go through the follower: another class for the same object.
+    """A loader whose batches pass through the follower; ``follow`` assigns this class to an existing loader.
 
-    share: samples of the batch at hand that count
+    share: samples of the current batch that count
     """
 
     follower: LoopFollower
@@ -150,21 +150,21 @@ def follow(loader: Loader, follower: LoopFollower, wide: bool, samples: SampleWr
 
 
 def rows_of(batch: Any) -> int | None:
-    """The length of the first tensor that has one."""
+    """Return the length of the first tensor with at least one dimension; None if there is none."""
     return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
 def put_together(
     drawn: Sequence[Tensor], own: Tensor, rows: Sequence[int | None], *, order: bool = False
 ) -> Tensor | None:
-    """What the replicas drew, one below the other; None where that is no draw of a batch.
+    """Return the replicas' draws concatenated; None if they are not draws for the rows of a batch.
 
-    rows:  of the replicas' batches, where there are any
-    order: of rows (``randperm``), which have others before them in one process
+    rows:  number of rows of each replica's batch, None if there is no batch
+    order: the draws are permutations of rows (``randperm``): indices are offset by the rows of the replicas before
     """
     first = drawn[0]
     if first.shape == own.shape and all(torch.equal(one, first) for one in drawn):
-        return first  # a generator with the same seed everywhere
+        return first  # drawn with the same seed on all replicas
     if len(drawn) == 1:
         return None
     if not first.dim() or any(one.dtype != first.dtype or one.dim() != first.dim() for one in drawn):
@@ -180,7 +180,7 @@ def put_together(
 
 
 def _along_one_dimension(drawn: Sequence[Tensor], own: Tensor) -> Tensor | None:
-    """Return the draws side by side in the shape of ``own``: samples need not come first."""
+    """Return the draws concatenated to the shape of ``own`` along any dimension: the batch need not be dimension 0."""
     for at in range(drawn[0].dim()):
         rest = {(*one.shape[:at], *one.shape[at + 1 :]) for one in drawn}
         if len(rest) == 1 and (whole := torch.cat(list(drawn), at)).shape == own.shape:

@@ -1,4 +1,4 @@
-"""Both sides of a loop of one's own: ``LoopRecorder`` on the ranks, ``LoopReplayer`` in the one process."""
+"""Recording and replay of a custom loop's inputs: ``LoopRecorder`` on the ranks, ``LoopReplayer`` in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echelon.tools.verify.unsharded_data import whole_data
 from echelon.tools.verify.verify_request import VerifyRequest
 
 _OVER = object()
-#: Why there is no one batch for one process, and what to do.
+#: Explanation why the replicas' batches cannot be merged, and advice for the user.
 APART = (
     "the replicas' batches do not fit into one (rows of other lengths?), so that one process cannot be given the "
     "global batch; take engine.loader(dataset, collate=...), whose samples are collated anew, or batches of one length"
@@ -33,13 +33,15 @@ def _file(question: VerifyRequest, number: int, replica: int) -> Path:
 
 
 class LoopRecorder:
-    """Holds what has come in until ``write``: only then is it known that the loop is the script's own.
+    """Records the inputs of a custom loop on a rank.
 
-    kinds: of all events so far
-    rows:  of the last batch
-    counts: of the last batch, what its loss may average over
-    stray: functions that drew what cannot be followed
-    read_whole: of data loaders of torch's that deal out a whole data set, a checksum of that
+    Inputs stay in memory until ``write``, because only then is it known that the script has a custom loop.
+
+    kinds:      kinds of all events so far
+    rows:       number of rows of the last batch
+    counts:     possible denominators of the last batch's loss
+    stray:      functions whose random draws cannot be followed
+    read_whole: checksum of the data set of the first ``torch.utils.data.DataLoader``; None if it reads only a part
     """
 
     def __init__(self, question: VerifyRequest) -> None:
@@ -91,11 +93,14 @@ class LoopRecorder:
         self.stray.add(name)
 
     def stop(self) -> None:
-        """It is no loop of its own: nothing is held any more."""
+        """Stop recording and drop the inputs held in memory: the script does not have a custom loop."""
         self._off, self._held = True, []
 
     def write(self, replica: int | None) -> None:
-        """What came in since the last time. replica: none where another rank has the same and writes it"""
+        """Write the inputs since the last call to files.
+
+        replica: index of this rank's replica; None if another rank has the same inputs and writes them
+        """
         for number, value in self._held:
             if replica is not None and value is not None:
                 try:
@@ -111,10 +116,10 @@ class LoopRecorder:
 
 
 def whole_batch(batches: list[Any], own: Any, gathered: GatheredBatch | None) -> Any:
-    """Return the batches of all replicas as one; None where they do not fit and their samples are not known.
+    """Return the batches of all replicas as one; None if they do not fit and their samples are not known.
 
-    own:      what the script in one process made of ``gathered``, or of a batch of its own
-    gathered: the samples of all replicas, collated anew
+    own:      the batch that the script in one process made of ``gathered``, or of its own data
+    gathered: the samples of all replicas, collated again
     """
     whole = concat_batches(batches)
     if whole is not None or gathered is None:
@@ -124,8 +129,9 @@ def whole_batch(batches: list[Any], own: Any, gathered: GatheredBatch | None) ->
 
 
 class GlobalBatchFollower:
-    """In one process, for a script that calls ``engine.step()``: its loaders hand out global batches, where the
-    samples of all replicas are known.
+    """Lets the loaders of one process hand out global batches, for a script that calls ``engine.step()``.
+
+    A loader hands out its own batch if the samples of the replicas are not known.
 
     last: the batch handed out last
     """
@@ -144,14 +150,14 @@ class GlobalBatchFollower:
         return own
 
     def strayed(self, name: str) -> None:
-        """Nothing is followed here but batches."""
+        """Do nothing: only batches are followed here."""
 
 
 class LoopReplayer:
-    """Hands out what the ranks got, in the same order.
+    """Gives the loop in one process the inputs of the ranks' loops, in the same order.
 
-    kinds: of the ranks' events
-    order: which of them comes as which, where that is not their own order
+    kinds: kinds of the ranks' events
+    order: maps the number of an own event to the number of the ranks' event; default: the same number
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class LoopReplayer:
         self._order = order or (lambda number: number)
         self._at, self._event, self.quiet = 0, 0, False
         self._rows: list[int | None] = [None] * replicas
-        self.alike, self.batches_taken = True, 0  #: whether the replicas' batches were, and how many there were
+        self.alike, self.batches_taken = True, 0  #: True if all replicas had the same batches; number of batches
         self.stray: set[str] = set()
 
     def batches(self, own: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
@@ -200,7 +206,11 @@ class LoopReplayer:
         self.stray.add(name)
 
     def _next(self, *wanted: Kind) -> Kind | None:
-        """None after the last event: what comes then is not compared any more."""
+        """Advance to the next event of the ranks and return its kind; None after the last event.
+
+        The inputs after the last event are not compared any more. The command refuses a loop whose event is not one of
+        the ``wanted`` kinds.
+        """
         self._event = self._order(self._at)
         if self._event >= len(self._kinds):
             return None
@@ -215,6 +225,6 @@ class LoopReplayer:
         return kind
 
     def _taken(self) -> list[Any]:
-        """What the replicas got there."""
+        """Read the inputs of all replicas at the current event."""
         paths = [_file(self._question, self._event, replica) for replica in range(self._replicas)]
         return [on_device(read_batch(path), self._device) for path in paths if path.exists()]

@@ -1,4 +1,4 @@
-"""What each module puts out in the first forward, as sums that add up over samples, whoever computed them."""
+"""Checksums of each module's outputs in the first forward, as sums that can be added over samples and ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.parallel.tensor.sharded_activation import ShardedActivation
 
-#: Of one module: how many numbers came out, their sum, and the sum of their squares.
+#: Checksums of one module's outputs: number of elements, sum, and sum of squares.
 Sums = tuple[float, float, float]
 
 
 class ModuleOutputSums:
-    """Listens to a model's modules. Names are in the order in which modules are done: a layer before what it is in."""
+    """Sums the outputs of a model's modules by forward hooks.
+
+    Names are in the order in which forwards end: a layer comes before the module that contains it.
+    """
 
     def __init__(self, model: nn.Module, speaks: bool = True) -> None:
-        """speaks: whether what this rank computes is computed by no other; parts of split layers always count"""
+        """speaks: True if no other rank computes the same outputs; shards of split layers count in any case"""
         self._model, self._speaks = model, speaks
         self._sums: dict[str, Tensor] = {}
 
@@ -36,7 +39,10 @@ class ModuleOutputSums:
                 hook.remove()
 
     def found(self, rounds: int = 1) -> dict[str, Sums]:
-        """By module. rounds: how often it has seen the same batches"""
+        """Return the checksums by module name.
+
+        rounds: number of times that the model has seen the same batches
+        """
         kept = {name: (sums / rounds).tolist() for name, sums in self._sums.items()}
         return {name: (count, total, squares) for name, (count, total, squares) in kept.items()}
 
@@ -50,7 +56,7 @@ class ModuleOutputSums:
         return done
 
     def _part(self, leaf: Any) -> Tensor | None:
-        """What this rank has to say of it."""
+        """Return the part of an output that this rank counts; None if it counts nothing."""
         if isinstance(leaf, ShardedActivation):
             return leaf.local
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):  # another stage computes it
@@ -68,7 +74,7 @@ class ModuleOutputSums:
 
 
 def added_up(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Sums]:
-    """Over the ranks that computed different samples, or different modules."""
+    """Add the checksums of ranks that computed different samples or different modules."""
     total: dict[str, Sums] = {}
     for one in found:
         for name, (count, linear, squares) in one.items():
@@ -78,7 +84,7 @@ def added_up(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Sums]:
 
 
 def output_difference(mine: Sequence[float], reference: Sequence[float]) -> float | None:
-    """Relative, from the two sums; None where they stand for different numbers of values, and say nothing."""
+    """Return the relative difference from two checksums; None if they cover different numbers of elements."""
     count, linear, squares = reference
     if mine[0] != count or not count:
         return None

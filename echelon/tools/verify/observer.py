@@ -1,4 +1,4 @@
-"""Who looks on while an engine trains: see recorder.py and replayer.py."""
+"""Interface of the observers that ``echelon verify`` attaches to an engine: see run_recorder.py and replayer.py."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ if TYPE_CHECKING:
     from echelon.engine.engine import Engine
     from echelon.tools.verify.verify_engine import VerifyEngine
 
-#: The file with the weights that the ranks began with.
+#: The file with the initial weights of the ranks.
 INITIAL = "initial.safetensors"
 
 
 class VerifyObserver(ABC):
-    """Asked by ``distribute()`` for its terms, and then by ``VerifyEngine``, in this order, in every update."""
+    """Observes and modifies the training of one process.
+
+    ``distribute()`` calls ``terms``; ``VerifyEngine`` then calls the other methods, in the order below, in each update.
+    """
 
     question: VerifyRequest
 
     def terms(self, asked: DistributeArgs) -> DistributeArgs:
-        """What is gone by in their place."""
+        """Return the arguments to use in place of those given to ``distribute()``."""
         return asked
 
     def attend(self, engine: Engine) -> Engine:
-        """Look on from now on. Another class for the same object: all that it has been told stays as it is."""
+        """Turn the engine into a ``VerifyEngine`` observed by this object.
+
+        Only the class of the object changes, so its state is kept.
+        """
         from echelon.tools.verify.verify_engine import VerifyEngine
 
         engine.__class__ = VerifyEngine
@@ -45,62 +51,62 @@ class VerifyObserver(ABC):
 
     @abstractmethod
     def begin(self, engine: VerifyEngine) -> None:
-        """The script is about to train, by ``engine.step`` or by a loop of its own."""
+        """Prepare for training, before the script calls ``engine.step`` or starts a custom loop."""
 
     @abstractmethod
     def loader(self, engine: VerifyEngine, loader: Loader) -> Loader:
-        """One that the script is given."""
+        """Return the loader that the script gets in place of ``loader``."""
 
-    # ---- a loop of its own ----
+    # ---- custom loop ----
 
     @abstractmethod
     def backward(self, engine: VerifyEngine, loss: Tensor) -> Tensor:
-        """A backward is about to begin; of which loss."""
+        """Return the loss to backpropagate, before a backward begins."""
 
     @abstractmethod
     def update(self, engine: VerifyEngine, optimizer: str | None, samples: float | None) -> None:
-        """Of what was added up since the last one."""
+        """Handle an update with the losses accumulated since the last update, before the update is applied."""
 
     # ---- engine.step ----
 
     @abstractmethod
     def batch(self, engine: VerifyEngine, inputs: Any, count: float) -> tuple[Any, float]:
-        """A forward and backward is about to begin; with which batch, and how many samples it counts for."""
+        """Return the batch to use and the samples it counts for, before a forward and backward begin."""
 
     @abstractmethod
     def listening(self, engine: VerifyEngine) -> AbstractContextManager[Any]:
-        """Around the forward."""
+        """Return a context for the forward."""
 
     @abstractmethod
     def loss(self, engine: VerifyEngine, tally: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
-        """It is over."""
+        """Record the loss after a forward and backward."""
 
     # ---- both ----
 
     @abstractmethod
     def gradients(self, engine: VerifyEngine, optimizers: Sequence[str]) -> bool:
-        """An update of these is about to begin; whether it takes place."""
+        """Record or compare the gradients of ``optimizers`` before an update; return False to skip the update."""
 
     @abstractmethod
     def rate(self, step: int, factor: float) -> float:
-        """What the learning rate is multiplied by."""
+        """Return the factor for the learning rate of this step."""
 
     @abstractmethod
     def applied(self, engine: VerifyEngine) -> None:
-        """It is over. After the last one this does not return."""
+        """Record or compare the weights after an update. After the last update this method ends the process."""
 
 
 def gather_from_ranks(engine: VerifyEngine, message: Any) -> list[Any]:
-    """Every rank's message."""
+    """Gather one JSON message per rank. All ranks call it."""
     return [message] if engine.world.control is None else gather_json(message, engine.world.control)
 
 
 def mean_loss(losses: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of losses, each with the samples it counts for; and all samples."""
+    """Return the sample-weighted mean of (loss, samples) pairs, and the total number of samples."""
     total = sum(count for _, count in losses)
     return [sum(loss * count for loss, count in losses if count) / total if total else 0.0, total]
 
 
 def share(loss: float, counted: float, counts: dict[str, float]) -> dict[str, Any]:
-    """Return one replica's part of a pass, or one process's whole; see ``causes.Share``."""
+    """Return the record of one pass of one replica, or of one process; see ``causes.Share``."""
     return {"loss": loss, "counted": counted, "counts": counts}

@@ -1,4 +1,4 @@
-"""One batch of batches that were padded to different lengths, given how their samples look in one."""
+"""Merging of batches that were padded to different lengths, with the padding of a globally collated batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.tools.verify.batches import describe, rebuild_batch
 
 
 class _Field(NamedTuple):
-    """One tensor of the global batch, and the same of each replica."""
+    """One tensor of the global batch, and the corresponding tensor of each replica."""
 
     own: Tensor
     parts: list[Tensor]
@@ -30,7 +30,10 @@ class _Field(NamedTuple):
         return any(part.shape[1:] != self.own.shape[1:] for part in self.parts)
 
     def place(self, at: int, *, end: bool) -> tuple[slice, ...]:
-        """Return where the part of replica ``at`` lies. end: its padding comes first"""
+        """Return the slices of replica ``at`` in the global tensor.
+
+        end: True if padding comes first, so that values are aligned at the end
+        """
         before = sum(len(part) for part in self.parts[:at])
         sizes = zip(self.own.shape[1:], self.parts[at].shape[1:], strict=True)
         inner = [slice(size - part, size) if end else slice(0, part) for size, part in sizes]
@@ -40,7 +43,7 @@ class _Field(NamedTuple):
         return all(torch.equal(self.own[self.place(at, end=end)], part) for at, part in enumerate(self.parts))
 
     def pasted(self, *, end: bool) -> Tensor:
-        """Return the global tensor with the replicas' own values: a collate function may draw random numbers."""
+        """Return the global tensor with the replicas' values: they may differ if a collate function is random."""
         whole = self.own.clone()
         for at, part in enumerate(self.parts):
             whole[self.place(at, end=end)] = part
@@ -48,7 +51,7 @@ class _Field(NamedTuple):
 
 
 def padded_together(own: Any, batches: Sequence[Any]) -> Any:
-    """Return the rows of all ``batches`` with the padding of ``own``; None where they are not what ``own`` is of.
+    """Return the rows of all ``batches`` with the padding of ``own``; None if ``own`` does not consist of their rows.
 
     own: the global batch, as one process collates it
     """
@@ -80,7 +83,7 @@ def _is_by_row(field: _Field, rows: Sequence[int]) -> bool:
 
 
 def _side(padded: Sequence[_Field]) -> bool | None:
-    """Return True if padding comes first, False if last, None if neither is so."""
+    """Return True if padding comes first, False if it comes last, None if the fields agree on neither side."""
     start, end = ({at for at, field in enumerate(padded) if field.agrees(end=side)} for side in (False, True))
     if not padded or not start | end or (start - end and end - start):
         return None

@@ -1,5 +1,7 @@
-"""Random numbers that a model or a loss draws inside ``engine.step()``: the ranks write them down, one process is given
-those of all replicas."""
+"""Recording and replay of the random numbers that a model or a loss draws inside ``engine.step()``.
+
+The ranks write their draws to files; one process is given the draws of all replicas.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from echelon.tools.verify.batches import on_device, read_batch, write_batch
 from echelon.tools.verify.loop_events import FILLED, put_together
 from echelon.tools.verify.verify_request import VerifyRequest
 
-#: One draw: the function's name and what it gave.
+#: One draw: the function's name and its result.
 Draw = tuple[str, Tensor]
 
 
@@ -34,7 +36,10 @@ def read_draws(question: VerifyRequest, call: int, replica: int, device: torch.d
 
 
 class DrawWriter:
-    """On a rank: what one pass has drawn so far. stray: functions whose draws cannot be seen"""
+    """Collects the draws of the current pass on a rank.
+
+    stray: functions whose draws cannot be seen
+    """
 
     quiet = False
 
@@ -50,15 +55,16 @@ class DrawWriter:
         self.stray.add(name)
 
     def take(self) -> list[Draw]:
-        """Return the draws of the pass that is over."""
+        """Return the draws of the finished pass and clear them."""
         draws, self.draws = self.draws, []
         return draws
 
 
 class DrawReader:
-    """In one process: hands out, in their order, the draws of all replicas one below the other.
+    """Replays the draws of the ranks in one process, in order, those of all replicas concatenated.
 
-    replicas: their draws; of one alone where it takes their batches one after another
+    replicas: draws of each replica; one list of all draws if one process computes the replicas' batches one by one
+    stray:    collects draws that could not be replayed
     """
 
     quiet = False

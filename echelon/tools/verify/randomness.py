@@ -1,5 +1,7 @@
-"""Randomness: ranks have streams of their own, so that dropout cannot be the same in one process. It is switched off;
-where something else draws numbers, that is noticed."""
+"""Switch dropout off for ``echelon verify``, and detect other random numbers in a model.
+
+Each rank has its own random number stream, so dropout in one process cannot equal dropout on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-#: Names under which modules keep the part that they drop.
+#: Attribute names under which modules store their dropout probability.
 _PARTS = frozenset(
     {"dropout", "dropout_p", "dropout_prob", "dropout_rate", "drop_prob", "drop_path", "drop_rate", "attn_dropout",
      "attention_dropout", "hidden_dropout", "activation_dropout"}
@@ -17,7 +19,7 @@ _PARTS = frozenset(
 
 
 def disable_dropout(model: nn.Module) -> list[str]:
-    """Switch dropout off in all modules; the names of those that had any."""
+    """Switch dropout off in all modules and return the names of the modules that had any."""
     found = []
     for name, module in model.named_modules():
         names = [part for part in _names(module) if _drops(vars(module).get(part))]
@@ -37,8 +39,11 @@ def _drops(value: object) -> bool:
 
 
 def measure_randomness(forward: Callable[[], Tensor], model: nn.Module, device: torch.device) -> float:
-    """The relative difference between two passes over one batch. What each leaves in buffers is taken back: statistics
-    that go on are no random numbers. Gradients are on, since a forward may take some itself."""
+    """Return the relative difference between the losses of two passes over one batch with different seeds.
+
+    Buffers are restored after each pass, because running statistics are not random numbers. Gradients stay enabled,
+    because a forward may compute gradients itself.
+    """
     held = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     kept = [(module, name, buffer, buffer.clone()) for module, name, buffer in held if buffer is not None]
 

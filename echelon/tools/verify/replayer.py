@@ -1,5 +1,7 @@
-"""In one process: it is given what the ranks began with and their batches put together, and measures how far it comes
-out elsewhere."""
+"""Second run of ``echelon verify``: one process repeats the training of the ranks and measures the differences.
+
+The process is given the initial weights of the ranks and the merged batches of all replicas.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,14 @@ from echelon.tools.verify.verify_request import VerifyRequest, leave
 if TYPE_CHECKING:
     from echelon.tools.verify.verify_engine import VerifyEngine
 
-#: What to do where one process cannot follow the ranks' passes.
+#: Advice for the user if one process cannot follow the passes of the ranks.
 ACCUMULATES = "let both be the same, or the first a multiple of the second with the same draws and batches in each pass"
-#: What marks and clusters come to in one process: nothing.
+#: Empty marks and an empty cluster: one process uses neither.
 UNMARKED, ALONE = ModelMarks(units={}, splits={}, replicates=(), pipeline=None, default=None), Slices()
 
 
 class VerifyReplayer(VerifyObserver):
-    """In the one process that all is compared with."""
+    """The observer in the one process that the ranks are compared with."""
 
     def __init__(self, question: VerifyRequest) -> None:
         self.question = question
@@ -67,26 +69,28 @@ class VerifyReplayer(VerifyObserver):
         self._outputs: ModuleOutputSums | None = None
         self._found: dict[str, Any] = {}
         self._at_hand: dict[str, Any] = {}
-        self._initial: dict[str, Tensor] = {}  # parameters, as they were
-        self._rounding: dict[str, Tensor] = {}  # entries of parameters that tell nothing any more
-        self._options = ""  # where the script gives one process another learning rate, say
+        self._initial: dict[str, Tensor] = {}  # parameters before the first update
+        self._rounding: dict[str, Tensor] = {}  # masks of parameter entries that are left out: rounding errors only
+        self._options = ""  # text: a setting that differs in one process, such as the learning rate
         self._pieces = WeightedBatches(())
-        self._alike = True  # the replicas' batches, so far
+        self._alike = True  # the batches of all replicas have been identical so far
         self._loop: LoopReplayer | None = None
         self._listening = contextlib.ExitStack()
         self._added = 0.0
         self._gatherer, self._loaders = GlobalBatchFollower(), 0
-        self._passes = 0  # of the update at hand, in a loop of its own
+        self._passes = 0  # passes of the current update, in a custom loop
         self._accumulation: Accumulation | None = None
-        self._draws: list[list[Draw]] = []  # of the replicas, in the pass at hand
+        self._draws: list[list[Draw]] = []  # draws of each replica in the current pass
         self._stray: set[str] = set()
-        self._shares: list[dict[str, Any]] = []  # of the passes of the update at hand
-        self._counts: dict[str, float] = {}  # of the global batch: what its loss may average over
-        self._doubts: dict[str, None] = {}  # why the ranks' numbers cannot be told to be those of one process
+        self._shares: list[dict[str, Any]] = []  # one entry per pass of the current update
+        self._counts: dict[str, float] = {}  # possible denominators of the global batch's loss
+        self._doubts: dict[str, None] = {}  # reasons why the comparison is inconclusive (a dict as an ordered set)
 
     def terms(self, asked: DistributeArgs) -> DistributeArgs:
-        """Of a strategy, what one process with the global batch would do as well. Passes of an update are as many as
-        on the ranks: a script may divide them by their number."""
+        """Return the arguments for one process: only the settings that also apply to one process with the global batch.
+
+        ``gradient_merge`` is taken from the ranks, because a script may divide it by the number of ranks.
+        """
         shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "clip")}
         merged = self._told["gradient_merge"]
         if merged != asked.strategy.gradient_merge:
@@ -94,7 +98,7 @@ class VerifyReplayer(VerifyObserver):
         own = Strategy(**shared, gradient_merge=merged, amp=False, fast=False)
         return DistributeArgs(own, UNMARKED, plan=None, cluster=ALONE, elastic=None)
 
-    # ---- a loop of its own ----
+    # ---- custom loop ----
 
     def begin(self, engine: VerifyEngine) -> None:
         if not self._told["own_loop"]:
@@ -127,7 +131,11 @@ class VerifyReplayer(VerifyObserver):
             self._found, self._outputs = dict(self._outputs.found(rounds)), None
 
     def _check_passes(self) -> None:
-        """Where the first update takes other passes than on the ranks, ask for a run that knows how many."""
+        """Compare the number of passes of this update with that of the ranks.
+
+        If the numbers differ in the first update, write down the own number and end the process: the command then runs
+        the script again with ``VerifyRequest.passes`` set.
+        """
         ranks, own, self._passes = self._told["passes"][len(self._steps)], self._passes, 0
         if own == (self.question.passes or ranks):
             return
@@ -165,7 +173,10 @@ class VerifyReplayer(VerifyObserver):
         return self._pieces, sum(counts)
 
     def _given(self, inputs: Any, batches: list[Any], counts: list[float], *, weighed: bool) -> WeightedBatches:
-        """Return what one process computes with. weighed: the script has said what each batch counts for"""
+        """Return the batches that one process computes in place of all replicas.
+
+        weighed: True if the script has passed ``samples=`` for each batch
+        """
         apart, micro, self._counts = self._told["apart"], self._told["micro"], {}
         if not apart and micro == 1:
             whole = whole_batch(batches, inputs, self._gatherer.last)
@@ -187,7 +198,7 @@ class VerifyReplayer(VerifyObserver):
                 f"{_shape(own.get(strangers[0]))} there and {_shape(initial.get(strangers[0]))} on the ranks; let it "
                 "not depend on their number"
             )
-        engine.model.load_state_dict(initial, strict=False)  # what is no tensor is the module's own
+        engine.model.load_state_dict(initial, strict=False)  # not strict: the file holds no non-tensor state
         floats = [name for name, value in engine.model.named_parameters() if value.is_floating_point()]
         self._initial = {name: initial[name].cpu() for name in floats if name in initial}
 
@@ -200,7 +211,7 @@ class VerifyReplayer(VerifyObserver):
         return stack
 
     def _drawing(self) -> AbstractContextManager[Any]:
-        """While the model computes, what it draws is what the ranks drew."""
+        """Return a context in which the model gets the random numbers that the ranks drew."""
         if not any(self._draws):
             return contextlib.nullcontext()
         pieces = len(self._pieces.pieces)
@@ -219,28 +230,31 @@ class VerifyReplayer(VerifyObserver):
 
     def gradients(self, engine: VerifyEngine, optimizers: Sequence[str]) -> bool:
         path = self.question.file(f"gradients-{len(self._steps)}.safetensors")
-        if not path.exists():  # an overflow of 16 bits: the ranks have skipped it
+        if not path.exists():  # the ranks have skipped this update because of an fp16 overflow
             return False
         self._take_options(engine)
         own, theirs = engine.whole_gradients(optimizers), load_file(path)
         path.unlink()
-        if not theirs:  # applied and let go while backward ran
+        if not theirs:  # the ranks applied and freed the gradients during backward
             return True
         found = self._at_hand["gradients"] = gradient_differences(theirs, own)
         for name, entries in rounding(theirs, own).items():
-            # a gradient that is wrong is no rounding, unless the strategy makes it so
+            # a wrong gradient is not a rounding error, unless the strategy explains the difference
             if self._loosely or found[name].relative <= LOOSER * TOLERANCE:
                 self._rounding[name] = entries | self._rounding[name] if name in self._rounding else entries
         return True
 
     @property
     def _loosely(self) -> bool:
-        """The strategy makes gradients other ones, and weights are compared all the same."""
+        """True if the strategy is expected to change gradients but weights can still be compared."""
         reasons = self._told["expected"]
         return bool(reasons) and all(one["weights"] is not None for one in reasons)
 
     def _take_options(self, engine: VerifyEngine) -> None:
-        """Learning rates and the like as the ranks have them: a script may compute them from their number."""
+        """Copy the ranks' numeric optimizer options (such as learning rates) into the own parameter groups.
+
+        A script may compute such options from the number of ranks.
+        """
         for at, (theirs, own) in enumerate(zip(self._told["options"][len(self._steps)], engine.groups(), strict=False)):
             for name, value in theirs.items():
                 if name in own and not isinstance(own[name], Tensor) and own[name] != value:
@@ -266,8 +280,11 @@ class VerifyReplayer(VerifyObserver):
             self._end(engine)
 
     def _tells(self, engine: VerifyEngine, name: str) -> bool:
-        """Weights that an optimizer moves by gradients that are none (a bias before batch norm) shift the running
-        statistics of the next step."""
+        """Return True if a difference in tensor ``name`` is meaningful.
+
+        If the gradient of a parameter is only rounding error (a bias before batch norm), the optimizer still moves that
+        parameter, which shifts the running statistics of the next step. Buffers are then not compared.
+        """
         shifted = bool(self._steps) and bool(mostly(self._rounding))
         return not shifted or name not in dict(engine.model.named_buffers())
 
@@ -294,7 +311,7 @@ class VerifyReplayer(VerifyObserver):
         leave()
 
     def _again(self, engine: VerifyEngine) -> Tensor:
-        """Return the loss of the last batch once more."""
+        """Compute the loss of the last batch again and return it."""
         with self._drawing():
             return engine.forward(self._pieces)
 

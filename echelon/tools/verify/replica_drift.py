@@ -1,4 +1,7 @@
-"""Whether ranks that hold the same weights still do: what changes them on one rank alone shows nowhere else at once."""
+"""Detection of replica drift: ranks that should hold the same weights but do not.
+
+A change of the weights on one rank alone does not show at once in losses or gradients.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torch import Tensor
 from echelon.distributed.tensor_layout import Part
 from echelon.tools.verify.differences import LAST_DIGITS
 
-#: Of one parameter on one rank: its name, which part of it this is, how many numbers, their sum, the sum of their
-#: squares, and the last digit of a 1 in their type.
+#: Checksums of one parameter on one rank: name, part of the parameter that this rank holds, number of elements, sum,
+#: sum of squares, and epsilon of the dtype.
 Held = list[Any]
 
 
@@ -26,7 +29,11 @@ def sums_of(name: str, value: Tensor | Part) -> Held:
 
 
 def find_drift(found: Sequence[Sequence[Held]], updates: int) -> list[Any] | None:
-    """The first parameter that differs: its name, by how much at least, and the two ranks. ``found``: by rank."""
+    """Return the first parameter that differs: its name, a lower bound of the relative difference, and the two ranks.
+
+    found:   checksums, one list per rank
+    updates: number of updates so far; each allows some rounding error
+    """
     first: dict[tuple[str, str], tuple[int, Held]] = {}
     for rank, held in enumerate(found):
         for one in held:
@@ -38,7 +45,7 @@ def find_drift(found: Sequence[Sequence[Held]], updates: int) -> list[Any] | Non
 
 
 def _apart(one: Held, other: Held) -> float:
-    """Relative, of two sums over the same number of values: as much as they tell, which is less than all."""
+    """Return a lower bound of the relative difference of two parts of equal size, from their checksums."""
     _, _, count, linear, squares, _ = one
     if not count or (linear, squares) == (other[3], other[4]):
         return 0.0

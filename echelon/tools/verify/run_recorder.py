@@ -1,4 +1,4 @@
-"""In the script's own run: every rank trains as its plan says, and what it does is written down."""
+"""First run of ``echelon verify``: every rank trains by the script's own plan, and its results are written to disk."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ BOTH = "the script trains by engine.step() and by engine.backward(); verify foll
 
 
 class VerifyRecorder(VerifyObserver):
-    """On every rank of the script's own plan."""
+    """The observer on every rank of the script's own plan."""
 
     def __init__(self, question: VerifyRequest, silenced: list[str]) -> None:
         self.question, self._silenced = question, silenced
-        self._calls: list[list[list[float]]] = []  # for each pass: replica, its samples, whether the script said so
-        self._losses: list[list[float]] = []  # of the passes of the update at hand: loss and samples
+        self._calls: list[list[list[float]]] = []  # for each pass: replica, samples, True if the script gave samples=
+        self._losses: list[list[float]] = []  # (loss, samples) of each pass of the current update
         self._steps: list[dict[str, Any]] = []
         self._rates: dict[str, float] = {}
-        self._options: dict[int, list[dict[str, Any]]] = {}  # of each update that took place
+        self._options: dict[int, list[dict[str, Any]]] = {}  # optimizer options of each update that was not skipped
         self._outputs: ModuleOutputSums | None = None
         self._found: dict[str, Any] = {}
         self._loop = LoopRecorder(question)
-        self._listening = contextlib.ExitStack()  # to a loop of its own, from the beginning to the first update
+        self._listening = contextlib.ExitStack()  # output hooks in a custom loop, from the start to the first update
         self._intake: LoopInputMode | None = None
         self._own_loop, self._added, self._updated = False, 0.0, ""
-        self._marks: list[int] = []  # of each pass of a loop of its own: events before it
-        self._updated_at: list[int] = []  # of each update of one: passes before it
+        self._marks: list[int] = []  # custom loop: number of events before each pass
+        self._updated_at: list[int] = []  # custom loop: number of passes before each update
         self._loaders, self._draws = 0, DrawWriter()
-        self._counts: dict[str, float] = {}  # of the batch at hand: what its loss may average over
-        self._passes: list[list[dict[str, Any]]] = []  # of the update at hand: of each pass, the replicas' shares
-        self._shares: list[list[float]] = []  # of the replicas: rows of the last batch, and samples they count for
+        self._counts: dict[str, float] = {}  # possible denominators of the current batch's loss
+        self._passes: list[list[dict[str, Any]]] = []  # for each pass of the current update: the replicas' shares
+        self._shares: list[list[float]] = []  # for each replica: rows of the last batch, and samples they count for
 
-    # ---- a loop of its own ----
+    # ---- custom loop ----
 
     def begin(self, engine: VerifyEngine) -> None:
         if engine.allows_own_loop:
@@ -176,8 +176,8 @@ class VerifyRecorder(VerifyObserver):
             self._end(engine)
 
     def _drift(self, engine: VerifyEngine) -> list[Any] | None:
-        """Where ranks that hold the same weights hold different ones after this update."""
-        if engine.steps_alone:  # as they should
+        """Return the first parameter that differs between ranks with the same weights; None if there is none."""
+        if engine.steps_alone:  # weights differ between averaging rounds by design (LocalSGD)
             return None
         return find_drift(gather_from_ranks(engine, engine.held_sums()), len(self._steps) + 1)
 
@@ -186,7 +186,7 @@ class VerifyRecorder(VerifyObserver):
             save_file({key: value.contiguous().clone() for key, value in tensors.items()}, self.question.file(name))
 
     def _reads_all(self, engine: VerifyEngine) -> bool:
-        """Return True if every replica goes through one and the same data set. All ranks call it."""
+        """Return True if every replica reads the same whole data set. All ranks call it."""
         own = self._loop.read_whole[0] if self._loop.read_whole else None
         read = dict(gather_from_ranks(engine, [engine.replica, own]))
         return len(read) > 1 and None not in read.values() and len(set(read.values())) == 1
@@ -218,10 +218,10 @@ class VerifyRecorder(VerifyObserver):
         if engine.world.rank == 0:
             self.question.answer(found)
         if engine.world.control is not None:
-            dist.barrier(engine.world.control)  # whoever leaves first hangs up on the others
+            dist.barrier(engine.world.control)  # a rank that exits early would close its connections to the others
         leave()
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """What a schedule may change."""
+    """Return the numeric options of a parameter group, which a learning rate schedule may change."""
     return {name: value for name, value in group.items() if type(value) in (int, float) and name != "initial_lr"}

@@ -1,6 +1,6 @@
-"""Samples behind the batches of loaders: the ranks write them down, and one process collates those of all anew.
+"""Samples of the loaders' batches: the ranks write them to disk, and one process collates those of all replicas again.
 
-Batches that were padded on each rank by itself do not fit into one; their samples do.
+Batches that each rank has padded to its own length cannot be concatenated; their samples can be collated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.tools.verify.batches import on_device
 from echelon.tools.verify.float64 import to_float64
 from echelon.tools.verify.verify_request import VerifyRequest
 
-#: Other than any that a loader makes: a collate function that draws random numbers gives itself away.
+#: Differs from every seed that a loader uses, so that a collate function that draws random numbers is detected.
 SEED = 1
 
 
@@ -33,7 +33,7 @@ def _file(question: VerifyRequest, loader: int, batch: int, replica: int) -> Pat
 
 
 class SampleWriter:
-    """On a rank: samples of each batch that its loaders hand out, in files."""
+    """Writes the samples of each batch that one loader of this rank hands out to files."""
 
     def __init__(self, question: VerifyRequest, loader: int, replica: int) -> None:
         self._question, self._loader, self._replica = question, loader, replica
@@ -42,7 +42,7 @@ class SampleWriter:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """While the loader reads."""
+        """Record the samples that the loader collates within this context."""
         before, BatchCollator.overheard = BatchCollator.overheard, self._hear
         try:
             yield
@@ -50,35 +50,38 @@ class SampleWriter:
             BatchCollator.overheard = before
 
     def begin(self) -> None:
-        """Forget what was read ahead in an epoch that was left."""
+        """Drop samples that were prefetched in an abandoned epoch."""
         self._heard.clear()
 
     def handed_out(self, counts: bool) -> None:
-        """counts: False for a stand-in, which is no sample of the global batch"""
+        """Write the samples of the batch that the loader has just handed out.
+
+        counts: False for a stand-in batch, which is not part of the global batch
+        """
         samples = self._heard.popleft() if self._heard else None
         if samples is not None and counts:
             path = _file(self._question, self._loader, self._batches, self._replica)
-            own = path.with_suffix(f".{os.getpid()}")  # ranks that share a batch write the same
+            own = path.with_suffix(f".{os.getpid()}")  # ranks that share a batch write the same file
             own.write_bytes(samples)
             own.replace(path)
         self._batches += 1
 
     def _hear(self, samples: list[Any]) -> None:
         try:
-            self._heard.append(pickle.dumps(samples))  # now: a collate function may change them
-        except Exception:  # whatever a sample of the user's says to that; its batch is then taken as it is
+            self._heard.append(pickle.dumps(samples))  # at once: a collate function may modify the samples
+        except Exception:  # pickling user objects may raise anything; the collated batch is then used as it is
             self._heard.append(None)
 
 
 class GatheredBatch(NamedTuple):
-    """The samples of all replicas as one batch, and those of each as a batch of its own."""
+    """The samples of all replicas as one batch, and the samples of each replica as a batch of its own."""
 
     batch: Any
     shares: list[Any]
 
 
 class SampleReader:
-    """In one process: the batches of one loader, each collated anew from the samples of all replicas."""
+    """Reads the batches of one loader in the one process, each collated again from the samples of all replicas."""
 
     def __init__(
         self, question: VerifyRequest, loader: Loader, number: int, replicas: int, device: torch.device
@@ -88,7 +91,7 @@ class SampleReader:
         self._batches = Counter[str]()
 
     def next(self) -> GatheredBatch | None:
-        """Return the next batch; None where its samples were not written down."""
+        """Return the next batch; None if its samples were not recorded."""
         at = self._batches["read"]
         self._batches["read"] += 1
         paths = [_file(self._question, self._number, at, replica) for replica in range(self._replicas)]
@@ -105,7 +108,7 @@ class SampleReader:
 
 
 def is_passed_on(inputs: Any, gathered: GatheredBatch, batches: list[Any]) -> bool:
-    """Return True if ``inputs`` are the gathered batch, and the replicas' ``batches`` their shares of it, unchanged."""
+    """Return True if ``inputs`` is the gathered batch and each of ``batches`` is a replica's share of it, unchanged."""
     own = {id(leaf) for leaf in _tensors(gathered.batch)}
     if not all(id(leaf) in own for leaf in _tensors(inputs)) or len(batches) != len(gathered.shares):
         return False

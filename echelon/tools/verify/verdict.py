@@ -1,4 +1,4 @@
-"""From what the two runs have left to a verdict. Pure: a function of their answers."""
+"""Verdict of ``echelon verify``: a pure function of the answers of the two runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from echelon.tools.verify.module_outputs import output_difference
 Status = Literal["same", "expected", "differs", "cannot tell"]
 What = Literal["outputs", "loss", "gradients", "replicas", "weights", "moves"]
 
-#: An update that is off by more than this part of all that training has changed is another one, however small it is
-#: beside the weights. Rounding is far below, but for what trust ratios of LAMB make of gradients that are zero.
+#: An update that differs by more than this fraction of the total change by training is a different update, however
+#: small it is relative to the weights. Rounding errors are far smaller, except where LAMB's trust ratio scales
+#: gradients that are zero.
 ASTRAY = 0.25
-#: Why agreeing with one process says little there.
+#: Explanation why agreement with one process is inconclusive if all replicas had the same samples.
 ALIKE = (
     "all replicas were given the same samples in every step, and so was one process, once for each; let each rank have "
     "its own: take engine.loader(), or a sampler that goes by the rank"
@@ -27,7 +28,7 @@ ALIKE = (
 
 @dataclass(frozen=True)
 class LargestDifference:
-    """Of all parameters, the one that is furthest apart."""
+    """The parameter with the largest relative difference."""
 
     name: str
     absolute: float
@@ -36,7 +37,11 @@ class LargestDifference:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One update. gradient: None where an overflow has skipped it; optimizer: which, in a loop with several"""
+    """The comparison of one update.
+
+    gradient:  None if the update was skipped because of an overflow
+    optimizer: name of the optimizer, in a loop with several
+    """
 
     step: int
     loss: float
@@ -49,8 +54,12 @@ class StepComparison:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where the runs part first. where: a module or a parameter, "" for the loss; kind: the module's class; cause: what
-    is likely to be behind it, from the losses of the replicas"""
+    """The first point at which the runs differ.
+
+    where: a module or a parameter, "" for the loss
+    kind:  the class of the module
+    cause: the likely cause, derived from the losses of the replicas
+    """
 
     step: int
     what: What
@@ -63,7 +72,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class VerifyTolerances:
-    """Relative differences that still count as the same."""
+    """The largest relative differences that still count as the same."""
 
     outputs: float
     loss: float
@@ -73,20 +82,28 @@ class VerifyTolerances:
 
     @property
     def first_loss(self) -> float:
-        """No update has touched it, whatever becomes of updates."""
+        """The tolerance of the first loss, which no update has affected."""
         return min(self.outputs, self.loss)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """status: "same", "expected" (not the same, and the strategy explains it), "differs" or "cannot tell"
-    doubts:   why it cannot be told
-    compared: how many of how many modules put out something that adds up over ranks, and was compared
-    passes:   in how many one process took a global batch, and why
-    stray:    what drew random numbers in a loop of its own that could not be followed
-    alike:    all replicas were given the same samples
-    unseen:   nothing of what a loop of its own takes in was seen
-    wide:     the steps once more in 64 bits, where the runs parted in 32 and are the same there
+    """The result of ``echelon verify``.
+
+    status:   "same", "expected" (not the same, and the strategy explains it), "differs" or "cannot tell"
+    parting:  the first difference; None if there is none
+    expected: the differences that the strategy explains
+    compared: number of modules whose outputs could be summed over ranks and compared, and number of all modules
+    unrest:   relative difference of two losses of one batch with different seeds
+    silenced: modules in which dropout was switched off
+    rounding: parameters whose gradients are mostly rounding error
+    options:  a setting that the script gives one process and not the ranks
+    passes:   number of passes in which one process computed a global batch; ``why`` is the reason
+    wide:     the steps of a second comparison in float64, if the runs differ in fp32 and are the same in float64
+    stray:    functions that drew random numbers that could not be replayed
+    unseen:   True if no input of a custom loop was seen
+    alike:    True if all replicas were given the same samples
+    doubts:   reasons for "cannot tell"
     """
 
     status: Status
@@ -111,8 +128,12 @@ class Verdict:
 
 
 def compare_runs(plan: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float | None = None) -> Verdict:
-    """``plan`` and ``reference``: answers of the recorder and the replayer. A tolerance that is given holds for all,
-    whatever the strategy explains."""
+    """Compare the answers of the two runs and return the verdict.
+
+    plan:      answer of ``VerifyRecorder``
+    reference: answer of ``VerifyReplayer``
+    tolerance: relative difference that counts as the same, whatever the strategy explains; default ``TOLERANCE``
+    """
     reasons = tuple(ExpectedDifference(**one) for one in plan["expected"])
     base = tolerance if tolerance is not None else TOLERANCE
     moves = math.inf if reasons else max(ASTRAY, LOOSER * base)
@@ -149,7 +170,7 @@ def compare_runs(plan: Mapping[str, Any], reference: Mapping[str, Any], toleranc
 
 
 def _doubts(plan: Mapping[str, Any], reference: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return why runs whose numbers agree need not be the same."""
+    """Return the reasons why runs whose numbers agree need not be equivalent."""
     alike = (ALIKE,) if reference.get("alike") else ()
     return (*reference.get("doubts", ()), *alike, *plan.get("doubts", ()))
 
@@ -177,19 +198,22 @@ def _widened(exact: VerifyTolerances, reasons: Iterable[ExpectedDifference]) -> 
 
 
 def apply_float64_verdict(verdict: Verdict, wide: Verdict) -> Verdict:
-    """``wide``: of the same runs in 64 bits. Where they are the same, what parted in 32 bits was rounding."""
+    """Return ``verdict`` with status "same" if the runs are the same in float64: the fp32 difference was rounding.
+
+    wide: verdict of the same runs in float64
+    """
     return replace(verdict, status="same", wide=wide.rows) if wide.status == "same" else verdict
 
 
 class _RunComparison:
-    """The answers, side by side."""
+    """Compares the answers of the two runs step by step."""
 
     def __init__(self, plan: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
         self._plan, self._reference = plan, reference
         order = [name for name, _ in reference["outputs"]]
         self._place = {name: at for at, name in enumerate(order)}
         apart = {name: output_difference(plan["outputs"].get(name, (0,)), sums) for name, sums in reference["outputs"]}
-        #: of modules that can be compared, in the order in which they are done
+        #: output differences of the modules that can be compared, in the order in which their forwards end
         self.outputs = {name: found for name, found in apart.items() if found is not None}
 
     def rows(self) -> Iterable[StepComparison]:
@@ -199,7 +223,7 @@ class _RunComparison:
             yield StepComparison(at + 1, mine["loss"], one["loss"], far, gradient, weight, mine.get("optimizer", ""))
 
     def parting(self, limits: VerifyTolerances) -> Divergence | None:
-        """The first thing beyond them, in the order in which a step computes it, with its likely cause."""
+        """Return the first difference beyond ``limits``, in the order of computation, with its likely cause."""
         found = self._parting(limits)
         if found is None:
             return None
@@ -209,7 +233,7 @@ class _RunComparison:
 
     def _parting(self, limits: VerifyTolerances) -> Divergence | None:
         for name, far in self.outputs.items():
-            if not far <= limits.outputs:  # nor is what is no number
+            if not far <= limits.outputs:  # "not <=" is also true for NaN
                 return Divergence(1, "outputs", name, self._kind(name), far)
         for at, (mine, one) in enumerate(self._steps()):
             found = self._in_step(at, mine, one, limits)
@@ -234,7 +258,7 @@ class _RunComparison:
         beyond = [name for name, apart in found.items() if not apart[1] <= limit]
         if not beyond:
             return None
-        # backward begins at the loss: of gradients that part, the last layer's are the first to
+        # backward begins at the loss, so the gradient of the last layer is the first that can differ
         name = sorted(beyond, key=self._at)[-1 if what == "gradients" else 0]
         hint = "" if math.isfinite(found[name][1]) else "it is there on one side only, or not finite"
         return Divergence(at + 1, what, name, self._kind(name.rpartition(".")[0]), found[name][1], hint)
@@ -247,7 +271,7 @@ class _RunComparison:
         return Divergence(at + 1, "replicas", name, self._kind(name.rpartition(".")[0]), far, hint)
 
     def _at(self, parameter: str) -> int:
-        """When the module that has it is done."""
+        """Return the position of the parameter's module in the order in which forwards end; -1 if unknown."""
         name = parameter
         while name:
             name = name.rpartition(".")[0]
@@ -269,7 +293,7 @@ def _about_loss(step: Mapping[str, Any]) -> str:
 
 
 def _ragged(step: Mapping[str, Any]) -> bool:
-    """Whether the replicas' batches in a loop of its own had different lengths."""
+    """Return True if the replicas' batches in a custom loop had different lengths."""
     return len({rows for rows, _ in step.get("shares", ())}) > 1
 
 

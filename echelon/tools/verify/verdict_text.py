@@ -1,4 +1,4 @@
-"""A verdict as a table and sentences, and as JSON."""
+"""Output of a verdict as a table with sentences, and as JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.table import Table
 
 from echelon.tools.verify.verdict import Divergence, LargestDifference, StepComparison, Verdict
 
-#: Columns where the output is not a terminal.
+#: Output width in characters if the output is not a terminal.
 WIDTH = 120
-#: Characters of a parameter's name in the table, so that two of them have room in a line.
+#: Longest parameter name in the table, in characters, so that two names fit in a line.
 NAME = 25
 
 
 def as_json(verdict: Verdict) -> str:
-    """Numbers that are not finite are null."""
+    """Return the verdict as JSON. Non-finite numbers become null."""
     return json.dumps(_plain(dataclasses.asdict(verdict)), indent=2, allow_nan=False)
 
 
@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
-    """The table, what must be known about it, and what it comes to."""
+    """Print the table, the notes and the conclusion of a verdict."""
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(verdict))
     for line in (*notes(verdict), conclusion(verdict)):
@@ -64,7 +64,7 @@ def _named(largest: LargestDifference | None) -> str:
 
 
 def in_short(name: str) -> str:
-    """Return the end of a long parameter's name, after the number of its layer: a row of the table is one line."""
+    """Shorten a long parameter name to its layer number and its end, so that a table row fits in one line."""
     if len(name) <= NAME:
         return name
     words = name.split(".")
@@ -74,7 +74,7 @@ def in_short(name: str) -> str:
 
 
 def notes(verdict: Verdict) -> Iterator[str]:
-    """What was done to compare, and what was left out."""
+    """Yield notes about how the runs were compared and what was left out."""
     if verdict.silenced:
         yield f"dropout was off in {_some(verdict.silenced, 'module')}: ranks draw numbers of their own"
     if verdict.unrest and not verdict.stray:
@@ -106,7 +106,7 @@ def notes(verdict: Verdict) -> Iterator[str]:
 
 
 def conclusion(verdict: Verdict) -> str:
-    """One line: same, expected, where they part, or why that cannot be told."""
+    """Return one line: same, expected, the first difference, or the reason for "cannot tell"."""
     steps = f"{len(verdict.rows)} steps" if len(verdict.rows) > 1 else "1 step"
     if verdict.status == "cannot tell":
         return f"cannot tell: {'; '.join(verdict.doubts)}"
@@ -125,7 +125,7 @@ def conclusion(verdict: Verdict) -> str:
 
 
 def parted(parting: Divergence) -> str:
-    """Where, in words."""
+    """Return a sentence that says where the runs first differ."""
     far, hint = size(parting.difference), f"; {parting.hint}" if parting.hint else ""
     where = f"'{parting.where}'" + (f" ({parting.kind})" if parting.kind else "")
     if parting.what == "outputs":
@@ -153,7 +153,7 @@ def _within(rows: Sequence[StepComparison]) -> str:
 
 
 def size(value: float) -> str:
-    """A relative difference: in percent where that reads better."""
+    """Format a relative difference: in percent from 1e-3 on, else in scientific notation."""
     if not math.isfinite(value):
         return "beyond measure"
     if value == 0:

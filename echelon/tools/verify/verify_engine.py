@@ -1,4 +1,4 @@
-"""An engine with a witness: it trains as ever, and is asked what it has before and after every update."""
+"""The engine of ``echelon verify``: trains as usual and calls a ``VerifyObserver`` before and after every update."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from echelon.tools.verify.replica_drift import Held, sums_of
 
 
 class VerifyEngine(Engine):
-    """What the witness may ask, and where it comes in."""
+    """An engine that calls its observer (``witness``) and shows it batches, gradients and weights."""
 
     witness: VerifyObserver
-    weighed = False  #: whether the script said ``samples=`` in the step at hand
-    _samples: float | None = None  # that ``backward`` was given for the update to come
+    weighed = False  #: True if the script passed ``samples=`` to the current step
+    _samples: float | None = None  # ``samples`` of the last ``backward`` before the next update
 
-    # ---- where the witness comes in ----
+    # ---- calls of the observer ----
 
     def step(self, *batch: Any, samples: float | None = None, outputs: bool = False, **named: Any) -> Tensor:
         self.weighed = samples is not None
         if self.witness.question.wide:
             batch, named = to_float64(batch), to_float64(named)
         loss = super().step(*batch, samples=samples, outputs=outputs, **named)
-        if outputs:  # the one process was given the batches of all ranks, and its script has one
+        if outputs:  # one process computes the rows of all replicas, but its script expects those of its own batch
             self.output = first_rows(self.output, count_samples(as_batch(batch, named, self.world.device)))
         return loss
 
     def _pass(self, inputs: Any, rows: float, samples: float | None = None) -> GlobalLoss | PipelineGlobalLoss:
         inputs, count = self.witness.batch(self, inputs, rows if samples is None else samples)
         staged = self._assembled().staged is not None
-        with self.witness.listening(self) if staged else contextlib.nullcontext():  # else around the forward alone
+        with self.witness.listening(self) if staged else contextlib.nullcontext():  # not staged: see ``_loss``
             tally = super()._pass(inputs, count, None if samples is None else count)
         self.witness.loss(self, tally, count)
         return tally
@@ -55,11 +55,11 @@ class VerifyEngine(Engine):
             return self.forward(inputs)
 
     def forward(self, inputs: Any) -> Tensor:
-        """The loss of a batch, or of pieces in place of one."""
+        """Return the loss of a batch, or the weighted sum of the losses of ``WeightedBatches``."""
         if not isinstance(inputs, WeightedBatches):
             return super()._loss(inputs)
         if len(inputs.pieces) == 1 and inputs.pieces[0].weight == 1.0:
-            return super()._loss(inputs.pieces[0].batch)  # as it is: what it averages over is read from its graph
+            return super()._loss(inputs.pieces[0].batch)  # unscaled: the loss's denominator is read from its graph
         losses = [super(VerifyEngine, self)._loss(piece.batch) * piece.weight for piece in inputs.pieces]
         return torch.stack(losses).sum()
 
@@ -88,17 +88,17 @@ class VerifyEngine(Engine):
         self.witness.applied(self)
         return loss
 
-    # ---- what it leaves undone ----
+    # ---- disabled ----
 
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
-        """Nothing: the script's files are not touched."""
+        """Do nothing, so that the script's files are not touched."""
         return Path(directory or os.devnull)
 
-    # ---- what it is asked ----
+    # ---- queries of the observer ----
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank speaks for its batch."""
+        """True on the one rank that reports for its batch."""
         return self._passes.speaks
 
     @property
@@ -107,12 +107,12 @@ class VerifyEngine(Engine):
 
     @property
     def counts_outputs(self) -> bool:
-        """Whether no other rank computes the same for the same samples."""
+        """True if this rank's module outputs count: no other rank computes the same for the same samples."""
         return self.plan.spread or self._grid.at["split"] == 0
 
     @property
     def shows_draws(self) -> bool:
-        """Return True if random numbers of a forward can be seen: not in compiled code, and not stage by stage."""
+        """True if the random draws of a forward can be seen: not in compiled code, and not in pipeline stages."""
         fast = self.plan.fast
         return self._assembled().staged is None and not (fast.compiled or fast.graphs)
 
@@ -121,16 +121,19 @@ class VerifyEngine(Engine):
         return self._local is not None
 
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers."""
+        """Return the parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     @property
     def allows_own_loop(self) -> bool:
-        """Whether ``backward`` and ``update`` go with the plan, which is known."""
+        """True if the plan is known and supports ``backward`` and ``update``."""
         return self.plan.pipeline is None and self.served is None and self._choosing is None
 
     def whole_gradients(self, optimizers: Sequence[str]) -> dict[str, Tensor]:
-        """Of what these step: by name, whole, in host memory, as they are about to be applied. All ranks call it."""
+        """Return the full gradients of the parameters of ``optimizers`` by name, in host memory, before the update.
+
+        All ranks call it.
+        """
         held = self._assembled().holdings
         stepped = {name for key in optimizers for group in held.groups[key] for name in group}
         found = {n: value.grad for n, value in held.parameters.items() if n in stepped and value.grad is not None}
@@ -139,13 +142,13 @@ class VerifyEngine(Engine):
         return put_together(mine, held.speaks, self.world.control if self._holds_parts else None)
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers, as ``whole_state`` has them."""
+        """Return the full parameters and buffers by name, as ``whole_state`` does. All ranks call it."""
         held = self._assembled().holdings
         with self._company.explained(), self._one.shown():
             return whole_state(held, self.world.control, self._holds_parts)
 
     def held_sums(self) -> list[Held]:
-        """Of the parameters that this rank steps on."""
+        """Return the checksums of the parameters that this rank updates."""
         held = self._assembled().holdings
         return [sums_of(name, held.part(name, value.detach())) for name, value in held.parameters.items()]
 

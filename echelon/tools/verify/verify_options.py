@@ -1,4 +1,4 @@
-"""Asked: the words of ``echelon verify`` as data, and what is refused before anything runs."""
+"""Options of ``echelon verify`` as data, and their checks before anything runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from echelon.base.errors import UsageError
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The command, as it was written. words: options of ``echelon run``"""
+    """The parsed command line of ``echelon verify``.
+
+    words: options to pass on to ``echelon run``
+    """
 
     script: str
     args: tuple[str, ...]
@@ -21,12 +24,12 @@ class VerifyOptions:
 
     @property
     def is_of_the_zoo(self) -> bool:
-        """True for ``echelon verify train -- WORDS``, which verifies what ``echelon train WORDS`` runs."""
+        """True for ``echelon verify train -- ARGS``, which verifies the run of ``echelon train ARGS``."""
         return self.script == "train" and not self.module and not Path(self.script).exists()
 
 
 def check_asked(asked: VerifyOptions) -> None:
-    """Refuse what cannot be compared; torch is not needed to tell."""
+    """Raise ``UsageError`` for options that cannot be compared. The check does not import torch."""
     from echelon.launcher.job import check_program
 
     if Path(asked.script).is_dir() and not asked.module:

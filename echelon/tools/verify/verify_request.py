@@ -1,4 +1,4 @@
-"""What the command and the processes it starts tell each other, through a directory."""
+"""Communication between ``echelon verify`` and the processes it starts, through files in a directory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Role = Literal["plan", "reference"]
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """Asked of every process of a run, and where its answers lie.
+    """The request to every process of a run.
 
-    role:  "plan": train as the script says and write it down; "reference": one process, to be compared with that
-    steps: updates after which it ends
-    wide:  compute in 64 bits, so that what is left between the two runs is no rounding
-    passes: of one process for an update in a loop of its own, once they are known not to be as many as on the ranks
+    directory: directory of the request, the recorded data and the answers
+    role:      "plan": train as the script says and record it; "reference": replay the record in one process
+    steps:     number of updates after which the process ends
+    wide:      True to compute in float64, so that remaining differences are not rounding errors
+    passes:    passes per update of one process in a custom loop, if known to differ from the ranks' number; else 0
     """
 
     directory: str
@@ -34,7 +35,7 @@ class VerifyRequest:
         return Path(self.directory, name)
 
     def ask(self) -> dict[str, str]:
-        """The variable by which processes find it."""
+        """Write the request to a file and return the environment variable by which processes find it."""
         path = self.file(f"{self.role}-question.json")
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return {VERIFY: str(path)}
@@ -47,7 +48,7 @@ class VerifyRequest:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def note(self, what: str, value: object) -> None:
-        """How far it has come, for who finds no answer."""
+        """Write a note, such as the number of steps so far, that the command reads if there is no answer."""
         self.file(f"{self.role}-{what}").write_text(str(value), encoding="utf-8")
 
     def noted(self, what: str) -> str | None:
@@ -55,25 +56,25 @@ class VerifyRequest:
         return path.read_text(encoding="utf-8") if path.exists() else None
 
     def give_up(self, text: str) -> NoReturn:
-        """End with the verdict that it cannot be told."""
+        """End this process with the verdict "cannot tell" for the reason ``text``."""
         self.note("unclear", text)
         leave()
 
     def refuse(self, text: str) -> NoReturn:
-        """What cannot be verified is the command's one line, and not a rank's failure."""
+        """End this process with exit code 0; the command then fails with ``text`` as its one-line error."""
         self.note("refused", text)
         leave()
 
 
 def leave() -> NoReturn:
-    """End this process: the script is not to go on, whatever it would do next."""
+    """End this process at once with exit code 0, without running the rest of the script."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def find_verify_request() -> VerifyRequest | None:
-    """The question that this process is to answer; none in one that times a candidate of ``auto``."""
+    """Return the request to this process; None outside of ``echelon verify`` and in timing trials of ``auto``."""
     path = os.environ.get(VERIFY)
     if path is None or TRIAL in os.environ:
         return None

@@ -1,1 +1,1 @@
-"""The zoo's data sets, one file a kind. Importing a file adds them to the registry."""
+"""The data sets of the zoo, one file per kind; importing a file registers its data sets."""

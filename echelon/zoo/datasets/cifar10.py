@@ -1,4 +1,4 @@
-"""``cifar10``: 60,000 images of 32 x 32 in 10 classes, from the binary or the Python version of its files."""
+"""The data set ``cifar10``: 60,000 images of 32 x 32 in 10 classes, from its binary or Python files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _read(path: Path) -> tuple[Images, Labels]:
 
 
 def _read_binary(path: Path) -> tuple[Images, Labels]:
-    """Rows of a label and the pixels, red first."""
+    """Read rows of one label byte and the pixels, red plane first."""
     data = np.fromfile(path, np.uint8)
     if not len(data) or len(data) % (1 + PIXELS):
         raise DataError(f"{path} has {len(data):,} bytes, which are no whole images of {1 + PIXELS:,}; fetch it again")

@@ -1,4 +1,4 @@
-"""Click logs and tables: Criteo's files, CSV and Parquet with columns of one's own, and UCI Adult."""
+"""Click logs and tables: Criteo's files, CSV and Parquet files with user-defined columns, and UCI Adult."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.zoo import registry
 from echelon.zoo.datasets.tokens.token_files import find, folder
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 
-WHOLE = {"num_epochs": 1, "stop_at_step": 0}  #: logs are long: each row once
+WHOLE = {"num_epochs": 1, "stop_at_step": 0}  #: logs are long, so each row is used once
 
 TEST_PATTERN = Setting(
     name="test_pattern", default=None, meaning="which files of dataset_dir are for the test", kind=str | None
@@ -58,7 +58,7 @@ def open_parquet(request: Request) -> Data:
 
 
 def _opened(request: Request, pattern: str, **options: Any) -> Data:
-    """Files of ``file_pattern`` or else ``pattern``, without those that are for the test."""
+    """Open the files of ``file_pattern``, or else ``pattern``, without the test files."""
     test = _test_files(request)
     train = [path for path in find(request, pattern, "click logs") if path not in test]
     if not train:
@@ -81,7 +81,7 @@ def _data(train: CtrFiles, test: CtrFiles | None) -> Data:
 
 
 def _look_at(files: CtrFiles) -> None:
-    """At the first block: what is wrong with columns and labels shows there, and not in the middle of a run."""
+    """Check the first block, so that wrong columns and labels raise DataError at the start and not during a run."""
     if not len(files):
         raise DataError(f"{files.paths[0]} has no rows; check the file, or download it again")
     labels = _first_block(files)[2]
@@ -151,7 +151,7 @@ ADULT_NUMBERS = ("age", "education_num", "capital_gain", "capital_loss", "hours_
 ADULT_WORDS = (
     *("workclass", "education", "marital_status", "occupation", "relationship", "race", "sex", "native_country"),
 )
-#: about the mean and the spread of each number in the train part; gains and losses are mostly 0, and taken by their log
+#: approximate mean and deviation of each number in the train part; of gains and losses, which are mostly 0, after log1p
 ADULT_MEANS = np.array([38.6, 10.1, 0.73, 0.36, 40.4], np.float32)
 ADULT_SPREADS = np.array([13.6, 2.6, 2.5, 1.6, 12.3], np.float32)
 

@@ -1,4 +1,4 @@
-"""``digits``: 1,797 real handwritten digits that come with the package."""
+"""The data set ``digits``: 1,797 real handwritten digits that come with the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.zoo.datasets.images.arrays import Images, Labels, arrays
 from echelon.zoo.entry import Data, Dataset, Request
 
 TRAIN = 1500
-BRIGHTEST = 16  #: of the stored pixels
+BRIGHTEST = 16  #: largest value of a stored pixel
 
 
 def open_digits(request: Request) -> Data:
@@ -22,7 +22,7 @@ def open_digits(request: Request) -> Data:
 
 
 def stored_digits() -> tuple[Images, Labels]:
-    """Pixels from 0 to 255, and labels, in an order that is always the same."""
+    """Return pixels from 0 to 255, and labels, in a fixed random order."""
     path = files("echelon.zoo.datasets") / "bundled" / "digits.npz"
     with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
         images, labels = stored["images"], stored["labels"]
@@ -36,6 +36,6 @@ registry.add(
         open=open_digits,
         tasks=("classify_images",),
         about="1,797 handwritten digits that come with the package",
-        defaults={"preprocessing_name": "lenet"},  # a flipped 2 is no 2
+        defaults={"preprocessing_name": "lenet"},  # no flips: a flipped 2 is not a 2
     )
 )

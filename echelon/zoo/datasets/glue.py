@@ -1,4 +1,4 @@
-"""``glue``: texts or pairs of texts with labels, in tables or JSON; the tasks of GLUE (Wang et al. 2018) by name."""
+"""The data set ``glue``: labelled texts or text pairs, in tables or JSON, with the tasks of GLUE (Wang et al. 2018)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ ENDINGS = (".tsv", ".jsonl", ".json")
 
 
 class GlueFileFormat(NamedTuple):
-    """names: the columns, where the file has no header. broken_lines: the published files have some."""
+    """The layout of the files of a task.
+
+    text, second, label: names of the columns; ``second`` is None if there is one text
+    labels:              names of the classes; empty if the data determines them
+    names:               names of all columns, if the file has no header
+    broken_lines:        True to skip incomplete lines, which some published files have
+    """
 
     text: str
     second: str | None
@@ -68,7 +74,7 @@ def open_glue(request: Request) -> Data:
 
 
 def _layout(request: Request) -> GlueFileFormat:
-    """As the task's name says, with what was said of single columns on top."""
+    """Return the file format of the GLUE task, with the columns and labels that the user set."""
     task = request.get("glue_task")
     known = TASKS[task] if task else GlueFileFormat("text", None, "label", labels=())
     said = {
@@ -112,7 +118,7 @@ def _table(path: Path, layout: GlueFileFormat) -> list[GlueExample]:
 
 
 def _columns(path: Path, header: Sequence[str], layout: GlueFileFormat) -> list[int]:
-    """Where text, label and second text stand."""
+    """Return the indices of the columns of text, label and second text."""
     wanted = [layout.text, layout.label, *([layout.second] if layout.second else [])]
     if missing := [name for name in wanted if name not in header]:
         raise DataError(
@@ -132,7 +138,7 @@ def _objects(path: Path, layout: GlueFileFormat) -> list[GlueExample]:
 
 
 def _found(examples: list[GlueExample]) -> tuple[str, ...]:
-    """All labels, in order of number where they are numbers."""
+    """Return all labels, in numerical order if they are numbers."""
     labels = {one.label for one in examples}
     return tuple(sorted(labels, key=int if all(label.isdigit() for label in labels) else None))
 
@@ -142,7 +148,7 @@ def _rows(examples: list[GlueExample], labels: Sequence[str], vocabulary: WordPi
     begins, sizes = texts.begins[:-1].reshape(-1, 2), np.diff(texts.begins).reshape(-1, 2)
     first, second = sizes.T
     room = np.where(second > 0, length - 3, length - 2)
-    second_kept = np.minimum(second, np.maximum(room - first, room // 2))  # the longer one is cut first
+    second_kept = np.minimum(second, np.maximum(room - first, room // 2))  # the longer text is truncated first
     kept = np.minimum(first, room - second_kept)
     spans = np.stack([begins[:, 0], kept, begins[:, 1], second_kept], 1)
     numbers = {label: number for number, label in enumerate(labels)}

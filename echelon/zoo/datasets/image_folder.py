@@ -1,4 +1,4 @@
-"""``image_folder``, ``flowers``, ``imagenet``: picture files in a folder for each class."""
+"""The data sets ``image_folder``, ``flowers`` and ``imagenet``: image files in one folder per class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAIN, TESTS = "train", ("val", "validation", "test")
 
 
 class FolderImageStore:
-    """Files below a folder. Their names are one array: a million texts would be copied into every worker process."""
+    """Image files below a folder. Their names are one array: a million strings would be copied to every worker."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
         self._root = os.fsencode(root)
@@ -48,14 +48,21 @@ class FolderImageStore:
 
 
 def open_folder(request: Request, what: str, inside: tuple[str, ...] = ()) -> Data:
-    """inside: folders that an archive makes around the classes"""
+    """Open a folder of classes as a data set.
+
+    what:   name of the data set in error messages
+    inside: names of a folder around the classes, as archives create it
+    """
     root = folder_of(request, what)
     root = next((root / name for name in inside if (root / name).is_dir()), root)
     return encoded(request, catalogue(root, what, request.get("file_pattern")))
 
 
 def catalogue(root: Path, what: str, pattern: str | None) -> ImageCatalogue:
-    """train.txt with labels, or train/ and val/ where they are there; else each tenth of a class is for tests."""
+    """Return the images by train.txt with labels, or by folders of classes, in train/ and val/ if they exist.
+
+    Without a test part, every tenth image of a class is for tests.
+    """
     if pattern is None and (listed := _listed(root, TRAIN)) is not None:
         return _listed_catalogue(root, *listed)
     train = root / TRAIN if (root / TRAIN).is_dir() else root
@@ -72,13 +79,13 @@ def catalogue(root: Path, what: str, pattern: str | None) -> ImageCatalogue:
 
 
 def _listed(root: Path, phase: str) -> tuple[list[str], list[int]] | None:
-    """Paths and labels by train.txt or val.txt, as Fleet and Caffe have them; None where there is no such list."""
+    """Return paths and labels from train.txt or val.txt, in the format of Fleet and Caffe; None without such a list."""
     file = root / f"{phase}.txt"
     if not file.is_file():
         return None
     rows = [line.rsplit(maxsplit=1) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not rows or len(rows[0]) != 2 or not (root / phase / rows[0][0]).is_file():
-        return None  # a file of the same name that says something else
+        return None  # a file of the same name with other contents
     for number, row in enumerate(rows, 1):
         if len(row) != 2 or not row[1].isdecimal() or ".." in Path(row[0]).parts or Path(row[0]).is_absolute():
             got = " ".join(row)[:60]
@@ -104,7 +111,7 @@ def _as_catalogue(
 
 
 def _classes(folder: Path, what: str) -> dict[str, int]:
-    """By name, numbered in the order of the names."""
+    """Return the number of each class by name; numbers follow the order of names."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if not names:
@@ -123,7 +130,7 @@ def _same_classes(folder: Path, classes: dict[str, int], what: str) -> dict[str,
 def _files(
     root: Path, folder: Path, classes: dict[str, int], what: str, pattern: str | None
 ) -> tuple[list[str], Numbers]:
-    """Paths below ``root`` in order, and their labels."""
+    """Return the paths below ``root``, in order, and their labels."""
     names: list[str] = []
     labels: list[int] = []
     for name, label in classes.items():

@@ -1,4 +1,4 @@
-"""Text for BERT: masked words, and whether one piece of text follows another (Devlin et al. 2019)."""
+"""Text for the pretraining of BERT: masked words and next-sentence prediction (Devlin et al. 2019)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.zoo.entry import Data, Dataset, Request, Setting
 
 
 def open_masked(request: Request) -> Data:
-    """Documents are parted by blank lines, and sentences are lines. The last documents are the test part."""
+    """Open text files with one sentence per line and blank lines between documents; the last documents are the test."""
     paths = find(request, "*.txt", "text files: a sentence a line, a blank line between documents")
     documents = [document for path in paths for document in documents_of(read_text(path))]
     held_out = round(len(documents) * request.get("test_part", 0.1))

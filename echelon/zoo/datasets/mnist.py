@@ -1,4 +1,4 @@
-"""``mnist``, and anything else in its IDX files (Fashion-MNIST, EMNIST): as they are, or compressed with gzip."""
+"""The data set ``mnist`` and others in IDX files (Fashion-MNIST, EMNIST), plain or compressed with gzip."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_mnist(request: Request) -> Data:
 
 
 def _image_files(folder: Path, pattern: str | None) -> tuple[Path, Path | None]:
-    """For training, and for tests where there is such a file beside."""
+    """Return the file of training images, and the file of test images, or None if there is none."""
     names = sorted(path.name for path in folder.iterdir() if IMAGES.search(path.name))
     names = [name for name in names if pattern is None or fnmatch.fnmatch(name, pattern)]
     if not names:
@@ -69,7 +69,7 @@ def _pairs(images_file: Path) -> tuple[Images, Labels]:
 
 
 def read_idx(path: Path, dimensions: int) -> Images:
-    """The bytes of an IDX file: two zeros, 8 (for bytes), the number of dimensions, each of them, then the values."""
+    """Read an IDX file of bytes: two zeros, 8 (for bytes), the number of dimensions, each size, then the values."""
     data = _content(path)
     header = 4 + 4 * dimensions
     if len(data) < header or data[:4] != bytes([0, 0, 8, dimensions]):

@@ -1,4 +1,4 @@
-"""``mock``: made-up data for every task. Nothing is downloaded, nothing is read, and a model can learn it."""
+"""The data set ``mock``: synthetic data for every task, which a model can learn, without downloads or files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 from echelon.zoo import registry
 from echelon.zoo.entry import Data, Dataset, Request
 
-#: which module of ``made_up`` has it, and as what
+#: task -> (module of ``made_up``, name of the function)
 MADE_BY = {
     "classify_images": ("synthetic_images", "images"),
     "classify_features": ("synthetic_clicks", "features"),

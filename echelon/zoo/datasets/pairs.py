@@ -1,4 +1,4 @@
-"""``pairs``: texts with their translation, or whatever else one text is to become: source, tab, target."""
+"""The data set ``pairs``: texts with translations or other target texts, one ``source, tab, target`` per line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = tuple[str, str]
 
 
 def open_pairs(request: Request) -> Data:
-    """Files whose name begins with dev or test are the test part; where there are none, the last pairs are."""
+    """Open tab-separated files; those named dev* or test* are the test part, or else the last pairs are."""
     paths = find(request, "*.tsv", "tab-separated files: source, tab, target")
     held_out = [path for path in paths if path.name.startswith(("dev", "test")) and len(paths) > 1]
     train = _read([path for path in paths if path not in held_out])
@@ -40,7 +40,10 @@ def open_pairs(request: Request) -> Data:
 
 
 def _rows(pairs: list[Pair], vocabulary: WordPiece, request: Request) -> tuple[torch.Tensor, ...]:
-    """Texts end with [SEP], and what is too long is cut. The target moved by one begins with [PAD], as T5 has it."""
+    """Return source, its mask, shifted target and target.
+
+    Texts end with [SEP] and are truncated to fit. The shifted target begins with [PAD], as in T5.
+    """
     length = row_length(request)
     sources = _padded(vocabulary.encode(pair[0] for pair in pairs), length, vocabulary)
     targets = _padded(
@@ -55,7 +58,7 @@ def _rows(pairs: list[Pair], vocabulary: WordPiece, request: Request) -> tuple[t
 def _padded(
     texts: TokenizedTexts, length: int, vocabulary: WordPiece
 ) -> tuple[Numbers, np.ndarray[tuple[int, int], np.dtype[np.bool_]]]:
-    """[n, length], and where something stands."""
+    """Return the rows [n, length], and a mask that is True where they are not padding."""
     rows = np.full((len(texts), length), vocabulary.pad, np.int64)
     sizes = np.minimum(np.diff(texts.begins), length - 1)
     for row, begin, size in zip(rows, texts.begins, sizes, strict=False):

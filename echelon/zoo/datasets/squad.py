@@ -1,4 +1,7 @@
-"""``squad``: questions whose answer is a piece of a text (Rajpurkar et al. 2016), as the JSON of SQuAD 1.1 and 2.0."""
+"""The data set ``squad``: questions whose answer is a span of a text, from the JSON files of SQuAD 1.1 and 2.0.
+
+The reference is Rajpurkar et al. 2016.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ WHAT = "train-*.json (and dev-*.json) of SQuAD"
 
 
 class SquadQuestion(NamedTuple):
-    """begin, stop: the answer's characters in the context; both 0 where it has none."""
+    """A question; ``begin`` and ``stop`` are the character range of the answer in the context, 0 and 0 without one."""
 
     text: str
     begin: int
@@ -47,7 +50,7 @@ def open_squad(request: Request) -> Data:
 
 
 class ContextWindows:
-    """Cuts long contexts into overlapping windows. Where a window does not have the answer, it is at [CLS]: (0, 0)."""
+    """Cuts long contexts into overlapping windows; the target of a window without the answer is [CLS]: (0, 0)."""
 
     def __init__(self, vocabulary: WordPiece, request: Request) -> None:
         self._vocabulary, self._length = vocabulary, row_length(request)
@@ -83,7 +86,7 @@ class ContextWindows:
 
 
 def window_starts(length: int, room: int, stride: int) -> list[int]:
-    """Where windows of ``room`` begin, so that together they hold all."""
+    """Return the starts of windows of ``room`` tokens that together cover all ``length`` tokens."""
     starts = [0]
     while starts[-1] + room < length:
         starts.append(starts[-1] + min(stride, room))
@@ -91,7 +94,7 @@ def window_starts(length: int, room: int, stride: int) -> list[int]:
 
 
 def _answer(question: SquadQuestion, places: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """First and last token of the answer in the context."""
+    """Return the first and last token of the answer in the context, or None if there is no answer."""
     held = [at for at, (begin, stop) in enumerate(places) if stop > question.begin and begin < question.stop]
     return (held[0], held[-1]) if held else None
 
@@ -129,7 +132,7 @@ def _paragraph(found: dict[str, Any]) -> SquadParagraph:
             continue
         answer = one["answers"][0]
         begin, stop = answer["answer_start"], answer["answer_start"] + len(answer["text"])
-        if context[begin:stop] == answer["text"]:  # a few of the published ones are not where they are said to be
+        if context[begin:stop] == answer["text"]:  # a few of the published positions are wrong
             questions.append(SquadQuestion(one["question"], begin, stop))
     return SquadParagraph(context, questions)
 

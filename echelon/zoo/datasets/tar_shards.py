@@ -1,7 +1,7 @@
-"""``tar_shards``: pictures and labels in tar files, KEY.jpg beside KEY.cls, as the webdataset format has them.
+"""The data set ``tar_shards``: images and labels in tar files, KEY.jpg beside KEY.cls, in the webdataset format.
 
-Each tar is looked through once, for where its pictures lie; after that any picture is read by one seek. So samples are
-shuffled as a whole, and a run can go on from anywhere with any number of ranks.
+Each tar is scanned once for the positions of its images; then any image is read with one seek. So samples are shuffled
+globally, and a run can resume at any sample with any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ BLOCK = 512
 
 @dataclass
 class TarIndex:
-    """Pictures of one tar, by key, as (place, bytes); and labels by key."""
+    """The images of one tar, by key, as (offset, size in bytes), and the labels by key."""
 
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
 
 
 class TarImageStore:
-    """Pictures inside of tar files."""
+    """Images inside tar files."""
 
     def __init__(self, paths: list[Path], rows: Numbers) -> None:
-        """rows: for each picture the number of its tar, its place there and its bytes"""
+        """Store the table of images.
+
+        rows: for each image the index of its tar, its offset there and its size in bytes
+        """
         self._paths, self._rows = [str(path) for path in paths], rows
 
     def __len__(self) -> int:
@@ -70,7 +73,10 @@ def open_tars(request: Request) -> Data:
 
 
 def catalogue(paths: list[Path], folder: Path) -> ImageCatalogue:
-    """Tars with val or test in their names are for tests; where there are none, each tenth picture of a class is."""
+    """Return the images of all tars; those with val or test in their names are the test part.
+
+    Without such tars, every tenth image of a class is for tests.
+    """
     found = [_members(path) for path in paths]
     rows = [(number, *one.places[key]) for number, one in enumerate(found) for key in one.places]
     labels = np.array([one.labels[key] for one in found for key in one.places], dtype=np.int64)
@@ -122,7 +128,7 @@ def _note(found: TarIndex, tar: tarfile.TarFile, member: tarfile.TarInfo, path: 
 
 
 def _need_end(path: Path, end: int, size: int) -> None:
-    """A tar ends with a block of zeros. One that was cut between two members has none."""
+    """Raise DataError if the tar does not end with a block of zeros: it was truncated between two members."""
     with open(path, "rb") as file:
         blocks = (os.pread(file.fileno(), BLOCK, place) for place in (end - BLOCK, end))
         if size < BLOCK or not any(block == bytes(BLOCK) for block in blocks):

@@ -1,4 +1,4 @@
-"""``text``: text files for a model that says what comes next."""
+"""The data set ``text``: text files for causal language models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from echelon.zoo.tasks import IGNORED
 
 
 def open_text(request: Request) -> Data:
-    """The files in order of their names, as one text; its last part is the test. ``pack``: document by document."""
+    """Open the files, in the order of names, as one text whose last part is the test.
+
+    With ``pack``, samples do not cross documents.
+    """
     paths = find(request, "*.txt", "text files")
     if request.get("pack"):
         return _open_documents(request, paths)
@@ -43,7 +46,7 @@ def open_text(request: Request) -> Data:
 
 
 def _open_documents(request: Request, paths: list[Path]) -> Data:
-    """Documents are parted by blank lines, as those for BERT are. The last ones are the test."""
+    """Open documents, which are separated by blank lines as for BERT; the last ones are the test."""
     found = ["\n".join(document) for path in paths for document in documents_of(read_text(path))]
     held_out = round(len(found) * request.get("test_part", 0.1))
     texts, size = _encoded_each(request, found)
@@ -74,7 +77,7 @@ def _encoded_each(request: Request, texts: list[str]) -> tuple[TokenizedTexts, i
 
 
 def windows(tokens: NDArray[np.int64], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every token once, and what follows it. The last window is filled up with what does not count."""
+    """Return windows of tokens and of the tokens that follow them; each token occurs once, and the end is padded."""
     count = -(-(len(tokens) - 1) // length)
     seen, following = np.zeros(count * length, np.int64), np.full(count * length, IGNORED)
     seen[: len(tokens) - 1], following[: len(tokens) - 1] = tokens[:-1], tokens[1:]
@@ -82,7 +85,7 @@ def windows(tokens: NDArray[np.int64], length: int) -> tuple[torch.Tensor, torch
 
 
 def _encoded(request: Request, text: str) -> tuple[NDArray[np.int64], int]:
-    """The tokens, and how many different ones there may be."""
+    """Return the tokens and the size of the vocabulary."""
     tokenizer = request.get("tokenizer", "characters")
     if tokenizer == "bytes":
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64), 256

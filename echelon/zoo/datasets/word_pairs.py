@@ -1,7 +1,7 @@
-"""``word_pairs``: words and their neighbours from text files, beside words drawn at random (Mikolov et al. 2013).
+"""The data set ``word_pairs``: words with their neighbors from text files and with random words (Mikolov et al. 2013).
 
-A word's id is a hash of its letters: there is no vocabulary to agree on. The text is kept as a number for each word;
-pairs are made batch by batch, and drawn anew in every epoch.
+The id of a word is a hash of its letters, so ranks need no common vocabulary. The text is stored as one number per
+word; pairs are made batch by batch and drawn anew in every epoch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from echelon.zoo import registry
 from echelon.zoo.datasets.tokens.token_files import find, read_text
 from echelon.zoo.entry import Data, Dataset, Request, Setting
 
-TEST_PART = 20  #: one word in so many, at the end of the text, is for the test
-FLATTENED = 0.75  #: the power of a word's count that says how often it is drawn
+TEST_PART = 20  #: the last 1/20 of the words is the test part
+FLATTENED = 0.75  #: exponent of the word counts in the distribution of negative samples
 
 
 class WordCorpus:
-    """A text as numbers of its different words, and their ids and counts."""
+    """A text as indices into its distinct words, with the ids and counts of these."""
 
     def __init__(self, words: Sequence[str], least: int) -> None:
         different, text, counts = np.unique(np.array(words, dtype=object), return_inverse=True, return_counts=True)
@@ -39,7 +39,7 @@ class WordCorpus:
         self.ids: NDArray[np.int64] = np.array([stable_hash(word) for word in different[kept]], np.int64)
 
     def thinned(self, threshold: float, seed: int) -> NDArray[np.int64]:
-        """The text without many of its most frequent words, which say little about their neighbours."""
+        """Return the text with the most frequent words subsampled, because they say little about their neighbors."""
         if not threshold:
             return self.text
         share = self.counts / self.counts.sum()
@@ -50,16 +50,16 @@ class WordCorpus:
 
 
 class SkipGramPairs:
-    """Pairs of a text's words: what ``echelon.data.batched.BatchedDataset`` asks for.
+    """Skip-gram pairs of a text; implements ``echelon.data.batched.BatchedDataset``.
 
-    A word has on average as many as in the paper's program, which draws how far it looks, 1 to ``window``.
+    A word has on average as many pairs as in the program of the paper, which draws a window size from 1 to ``window``.
     """
 
     def __init__(self, words: WordCorpus, text: NDArray[np.int64], window: int, negatives: int) -> None:
         self._ids, self._text, self._window, self._negatives = words.ids, text, window, negatives
         flat = np.cumsum(words.counts**FLATTENED)
         self._often = flat / flat[-1]
-        far = np.cumsum(np.arange(window, 0, -1))  # near neighbours are drawn more often: 1 in window ways, ...
+        far = np.cumsum(np.arange(window, 0, -1))  # distance d has weight window + 1 - d: near ones are more likely
         self._far = far / far[-1]
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class SkipGramPairs:
         return torch.from_numpy(self._ids[self._text[at]]), torch.from_numpy(self._ids[others]), labels
 
     def _neighbour(self, at: Indices, distance: NDArray[np.float64], side: NDArray[np.float64]) -> Indices:
-        """A place near ``at``; on the other side where the text ends."""
+        """Return a position near ``at``, on the other side of it if the first choice is outside the text."""
         step = 1 + np.searchsorted(self._far, distance, side="right").clip(max=self._window - 1)
         step = np.minimum(step, len(self._text) // 2)
         step = np.where(side < 0.5, -step, step)

@@ -1,1 +1,1 @@
-"""The zoo's models, one file a family. Importing a file adds its models to the registry."""
+"""The models of the zoo, one file per family; importing a file registers its models."""

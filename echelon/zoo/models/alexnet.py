@@ -1,4 +1,4 @@
-"""AlexNet: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"; torchvision's layers."""
+"""AlexNet (Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks") as in torchvision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.zoo.models.image_entry import block_names, dropout_setting, image_m
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and two hidden layers, which have nearly all of the weights."""
+    """AlexNet: five convolutions, and two hidden layers, which have nearly all of the weights."""
 
     def __init__(self, classes: int, channels: int = 3, fc_size: int = 4096, dropout: float = 0.5) -> None:
         super().__init__()

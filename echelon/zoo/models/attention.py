@@ -1,7 +1,7 @@
 """Self-attention of the text models.
 
-Heads are the first thing that a projection's features are divided into, with query, key and value inside each, so that
-a split gives every device whole heads.
+The outputs of the projection are ordered by head, with query, key and value inside each head, so that a split gives
+every device whole heads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.nn import Bounds, Packed, packed_attention
 from echelon.strategy.annotations.marks import Mark, Split
 from echelon.zoo.entry import Setting
 
-#: Of a layer with ``attention`` and ``mlp``: heads, then the two linear layers as a pair.
+#: Marks for a layer with ``attention`` and ``mlp``: split by heads, and the two linear layers of the MLP as a pair.
 LAYER_SPLIT: dict[str, Mark | list[Mark]] = {
     "*.qkv": Split(),
     "*.project": Split(how="row"),
@@ -32,8 +32,11 @@ PACK = Setting(
 
 
 class SelfAttention(nn.Module):
-    """[n, s, hidden] to [n, s, hidden]. ``seen`` [n, 1, 1, s] is False where nobody may look; one for all heads and
-    queries, so that no kernel has to read a matrix of it. Sequences in one row, [t, hidden], come with their bounds."""
+    """Self-attention from [n, s, hidden] to [n, s, hidden].
+
+    ``seen`` [n, 1, 1, s] is False for masked keys; it is the same for all heads and queries, so that no kernel has to
+    read a full mask matrix. Packed sequences [t, hidden] have their bounds in place of ``seen``.
+    """
 
     def __init__(self, hidden: int, heads: int, dropout: float, *, causal: bool = False) -> None:
         super().__init__()
@@ -63,18 +66,18 @@ def head_width(hidden: int, heads: int) -> int:
 
 
 def places_of(tokens: Tensor | Packed) -> Tensor:
-    """Positions of tokens in their sequences: [s], or of packed ones [t]."""
+    """Return the positions of tokens in their sequences: [s], or [t] for packed ones."""
     return tokens.places() if isinstance(tokens, Packed) else torch.arange(tokens.shape[1], device=tokens.device)
 
 
 def require_room(length: int, table: int, name: str) -> None:
-    """``name``: of the parameter that says how long the table of positions is."""
+    """Raise UsageError if ``length`` exceeds the table of positions; ``name`` is the parameter of the table's size."""
     if length > table:
         raise UsageError(f"max_seq_length {length} is more than the {table} positions there are; raise {name}")
 
 
 def draw_weights(model: nn.Module, std: float = 0.02) -> None:
-    """As BERT and GPT-2 begin: normal weights, no biases."""
+    """Initialize weights as BERT and GPT-2 do: normal weights, zero biases."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)

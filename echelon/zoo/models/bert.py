@@ -1,8 +1,8 @@
-"""BERT (Devlin et al. 2018), and the smaller ones of Turc et al. 2019.
+"""BERT (Devlin et al. 2018), and the smaller models of Turc et al. 2019.
 
-Pretraining guesses masked words and whether the second sentence follows the first; finetuning classifies texts, or
-finds the answer to a question in one. Masked words are looked up first, so the vocabulary's matrix is used for them
-only, and all shapes are fixed.
+Pretraining predicts masked words and whether the second sentence follows the first; finetuning classifies texts, or
+finds the answer to a question in a text. Masked positions are gathered first, so only these are multiplied by the
+vocabulary matrix, and all shapes are fixed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BertSizes:
 
 
 class BertEmbeddings(nn.Module):
-    """Words, segments and learned positions."""
+    """Embeddings of words, segments and learned positions."""
 
     def __init__(self, sizes: BertSizes) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Attention and an MLP, each with a shortcut and a norm after it."""
+    """A post-norm layer: attention and an MLP, each with a residual connection and a norm after it."""
 
     def __init__(self, sizes: BertSizes) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ class BertLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """What all of BERT's tasks share: [n, s] tokens, segments and mask to [n, s, hidden].
+    """The encoder of all BERT tasks: tokens, segments and mask [n, s] to [n, s, hidden].
 
-    Packed tokens, and segments [t], need no mask: they become [t, hidden].
+    Packed tokens with segments [t] need no mask; the result is [t, hidden].
     """
 
     def __init__(self, sizes: BertSizes) -> None:
@@ -95,7 +95,7 @@ class Encoder(nn.Module):
 
 
 class WordGuess(nn.Module):
-    """From features to the vocabulary; the last matrix is that of the embedding."""
+    """The head that maps features to the vocabulary; its last matrix is tied to the embedding."""
 
     def __init__(self, sizes: BertSizes, words: nn.Embedding) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class WordGuess(nn.Module):
 
 
 class BertPretraining(Encoder):
-    """Logits of the words at ``positions`` [n, p, vocabulary], and of whether the second sentence follows [n, 2].
+    """BERT for pretraining: logits of words at ``positions`` [n, p, vocabulary] and of the next sentence [n, 2].
 
-    Of packed tokens, ``positions`` [p] are places in the row, and the logits [p, vocabulary].
+    For packed tokens, ``positions`` [p] are indices into the row, and the logits of words are [p, vocabulary].
     """
 
     def __init__(self, sizes: BertSizes) -> None:
@@ -135,7 +135,7 @@ class BertPretraining(Encoder):
 
 
 class BertClassifier(Encoder):
-    """Logits of a text's class, from its first token."""
+    """BERT for classification: logits of the class of a text, from its first token."""
 
     def __init__(self, sizes: BertSizes, classes: int) -> None:
         super().__init__(sizes)
@@ -151,9 +151,9 @@ class BertClassifier(Encoder):
 
 
 class BertSpan(Encoder):
-    """For each token, how much it looks like the first and like the last of the answer: [n, s, 2].
+    """BERT for question answering: logits of each token to be the first and the last of the answer, [n, s, 2].
 
-    Padding takes part in the choice here, so that these rows are not packed.
+    The softmax over tokens includes padding, so these rows are not packed.
     """
 
     def __init__(self, sizes: BertSizes) -> None:
@@ -167,7 +167,7 @@ class BertSpan(Encoder):
 
 
 def first_tokens(x: Tensor, tokens: Tensor | Packed) -> Tensor:
-    """[n, hidden]: what became of each sample's first token."""
+    """Return the features of the first token of each sample, [n, hidden]."""
     return x.index_select(0, tokens.begins) if isinstance(tokens, Packed) else x[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""BERT's weights and sizes as Google's and Hugging Face's checkpoints name them, translated to those of ``bert``."""
+"""Translate the names of weights and sizes in Google's and Hugging Face's BERT checkpoints to those of ``bert``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from echelon.base.errors import CheckpointError
 
-HEAD_WIDTH = 64  #: of every BERT that Google published
+HEAD_WIDTH = 64  #: the width of a head in every BERT that Google published
 
-#: Modules; of a layer, with its number in place of ``#``.
+#: Names of modules; ``#`` stands for the number of a layer.
 _MODULES = {
     "embeddings.word_embeddings": "embeddings.words",
     "embeddings.position_embeddings": "embeddings.positions",
@@ -54,9 +54,9 @@ _SIZES = {
 
 
 def from_hugging_face(state: Mapping[str, Tensor], heads: int | None = None) -> dict[str, Tensor]:
-    """The same weights under our names, with query, key and value of each head side by side.
+    """Return the weights with the names of ``bert``, with query, key and value of each head next to each other.
 
-    heads: of a layer's attention, which the weights do not tell; by default heads are 64 wide, as published ones are
+    heads: number of heads per layer, which the weights do not determine; by default heads are 64 wide, as published
     """
     found: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -65,13 +65,13 @@ def from_hugging_face(state: Mapping[str, Tensor], heads: int | None = None) -> 
             found[_ours(name, bare)] = value
     for name in [name for name in found if ".attention.q." in name]:
         _fuse(found, name, heads)
-    if "guess.words.bias" in found:  # tied: many files have it once
+    if "guess.words.bias" in found:  # the weight is tied: many files have it only once
         found.setdefault("guess.words.weight", found["embeddings.words.weight"])
     return found
 
 
 def sizes_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings, from what a config.json says."""
+    """Return the settings of ``bert`` from a config.json."""
     if config.get("hidden_act", "gelu") != "gelu":
         raise CheckpointError(
             f"the config's hidden_act is '{config['hidden_act']}', and bert has gelu; use another model"
@@ -89,7 +89,7 @@ def _ours(name: str, bare: str) -> str:
 
 
 def _fuse(found: dict[str, Tensor], query: str, heads: int | None) -> None:
-    """In place of three, one projection of (heads, 3 * width) features."""
+    """Replace the projections of query, key and value by one projection of (heads, 3 * width) features."""
     names = [query.replace(".q.", f".{each}.") for each in "qkv"]
     missing = [name for name in names if name not in found]
     if missing:

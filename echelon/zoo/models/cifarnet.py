@@ -1,4 +1,4 @@
-"""CifarNet: the small convnet of Krizhevsky's cuda-convnet for CIFAR-10, with the layers of TF-slim."""
+"""CifarNet: the small convnet of Krizhevsky's cuda-convnet for CIFAR-10, as in TF-slim."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.zoo.models.image_entry import dropout_setting, image_model
 
 
 class CifarNet(nn.Module):
-    """Two convolutions with pooling and local response normalization, and two hidden layers."""
+    """CifarNet: two convolutions with pooling and local response normalization, and two hidden layers."""
 
     def __init__(self, classes: int, image_size: int = 32, channels: int = 3, dropout: float = 0.5) -> None:
         super().__init__()
@@ -39,7 +39,10 @@ def _convolution(inputs: int) -> nn.Module:
 
 
 def _response_norm() -> nn.Module:
-    """Over 9 channels. TensorFlow's alpha, here 0.001 / 9, is not divided by their number, and torch's is."""
+    """Return the local response normalization over 9 channels.
+
+    torch divides alpha by the number of channels and TensorFlow does not: this is TensorFlow's alpha of 0.001 / 9.
+    """
     return nn.LocalResponseNorm(9, alpha=0.001, beta=0.75, k=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Classification with very many classes, where the last layer is the model: faces, goods, words."""
+"""Classification with very many classes (faces, products, words), where the last layer has most of the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.zoo.entry import Model, Request, Setting
 
 
 class ManyClasses(nn.Module):
-    """Features, and a head that is larger than they are."""
+    """A feature network with a much larger linear head."""
 
     def __init__(self, features: nn.Module, hidden: int, classes: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def _normed(layer: nn.Linear) -> nn.Module:
 
 
 def _of_images(channels: int, hidden: int) -> nn.Module:
-    """Four convolutions, each halving the image, and the mean over what is left of it."""
+    """Return four convolutions, each of which halves the image, and global average pooling."""
     widths = [channels, *(max(8, hidden // part) for part in (8, 4, 2)), hidden]
     layers = [
         nn.Sequential(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())

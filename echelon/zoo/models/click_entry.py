@@ -1,4 +1,4 @@
-"""What the entries of models with sparse tables have in common: settings, tables for any id, networks by sizes."""
+"""Shared parts of models with sparse tables: settings, tables for any id, and networks by sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rule = Literal["sgd", "momentum", "adagrad", "row_adagrad", "adam", "ftrl"]
 
 
 def table_settings(dim: int, rate: float) -> tuple[Setting, ...]:
-    """Of a model that keeps vectors for ids."""
+    """Return the settings of a model with embedding vectors for ids."""
     return (
         Setting(name="embedding_dim", default=dim, meaning="numbers in the vector of an id"),
         Setting(name="embedding_optimizer", default="adagrad", meaning="the rule that moves vectors", kind=Rule),
@@ -31,7 +31,7 @@ def table_settings(dim: int, rate: float) -> tuple[Setting, ...]:
 
 
 def table(request: Request, dim: int | None = None, **options: Any) -> SparseEmbedding:
-    """A table that grows with the ids it is trained on, with the rule and the rate that the settings ask for."""
+    """Return a table that grows with the ids of the training data, with the update rule and rate of the settings."""
     rate = request["embedding_learning_rate"]
     if not rate > 0:
         raise UsageError(f"--embedding_learning_rate {rate}: must be above 0")
@@ -42,7 +42,7 @@ def table(request: Request, dim: int | None = None, **options: Any) -> SparseEmb
 def click_model(
     name: str, build: Callable[[Request], nn.Module], *, settings: tuple[Setting, ...], **entry: Any
 ) -> Model:
-    """An entry with what every model of clicks has: its task, and the columns of its data."""
+    """Return the entry of a click model, with the task and column settings that all click models share."""
     columns = (
         Setting(name="slots", default=26, meaning="columns of ids; the data set's own number"),
         Setting(name="numbers", default=13, meaning="columns of numbers; the data set's own number"),
@@ -60,7 +60,7 @@ def click_model(
 
 
 def click_defaults(**others: Any) -> Mapping[str, Any]:
-    """A constant rate, and no decay of weights: most of what a click model learns from is rarely seen."""
+    """Return defaults with a constant learning rate and no weight decay, because most ids occur rarely."""
     return {
         "batch_size": 512,
         "optimizer": "adam",
@@ -72,7 +72,7 @@ def click_defaults(**others: Any) -> Mapping[str, Any]:
 
 
 def need_columns(request: Request, *names: str) -> None:
-    """Models read some columns of each kind; a data set may have none."""
+    """Raise UsageError if the data has no columns of a kind that the model needs."""
     for name in names:
         if request[name] < 1:
             raise UsageError(
@@ -82,7 +82,7 @@ def need_columns(request: Request, *names: str) -> None:
 
 
 def sizes(request: Request, name: str) -> list[int]:
-    """The widths of layers, given as '256,128'; an empty text means no layer."""
+    """Return the widths of layers, given as '256,128'; an empty text means no layer."""
     text = str(request[name])
     try:
         found = [int(part) for part in text.split(",") if part.strip()]
@@ -94,7 +94,7 @@ def sizes(request: Request, name: str) -> list[int]:
 
 
 def network(inputs: int, widths: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
-    """Linear layers, each followed by a ReLU."""
+    """Return linear layers, each followed by a ReLU and, if ``dropout`` is not 0, by dropout."""
     layers: list[nn.Module] = []
     for width in widths:
         layers += [nn.Linear(inputs, width), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]

@@ -1,4 +1,4 @@
-"""Convolutions as image models use them: with a norm and an activation behind, and drawn for ReLUs."""
+"""Convolutions of image models: followed by a norm and an activation, and initialized for ReLUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class ConvNorm(nn.Sequential):
-    """A convolution that keeps the size (but for its stride), batch norm, and an activation where one is given."""
+    """A convolution that keeps the size (apart from its stride), with batch norm and an optional activation."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class ConvNorm(nn.Sequential):
 
 
 def draw_convolutions(model: nn.Module) -> None:
-    """He et al. 2015, by outputs: gradients keep their size on the way back."""
+    """Initialize convolutions as in He et al. 2015, by fan-out, so that gradients keep their size in backward."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

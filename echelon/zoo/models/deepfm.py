@@ -1,4 +1,4 @@
-"""DeepFM: Guo et al. 2017, "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction"."""
+"""DeepFM (Guo et al. 2017, "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction")."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from echelon.zoo.models.click_entry import (
 
 
 class DeepFM(nn.Module):
-    """A factorization machine and a deep network that read the same vectors.
+    """A factorization machine and a deep network on the same embedding vectors.
 
-    A number counts as a field, too: it scales a vector of its own.
+    A number is a field too: it scales its own vector.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DeepFM(nn.Module):
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
         fields = torch.cat([self.second(ids), numbers.unsqueeze(2) * self.number_vectors], dim=1)
-        # the sum over all pairs of fields of their vectors' products, in linear time
+        # the sum of the dot products of all pairs of fields, in linear time
         pairs = 0.5 * (fields.sum(1).square() - fields.square().sum(1)).sum(1)
         single = self.first(ids).squeeze(1) + (numbers * self.number_weights).sum(1)
         logits: Tensor = single + pairs + self.head(self.layers(fields.flatten(1))).squeeze(1)

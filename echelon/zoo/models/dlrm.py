@@ -1,4 +1,4 @@
-"""DLRM: Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and Recommendation Systems"."""
+"""DLRM (Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and Recommendation Systems")."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from echelon.zoo.models.click_entry import (
 
 
 class DLRM(nn.Module):
-    """The numbers become a vector in the bottom network; the top network is given that vector and the products of all
-    pairs of vectors: the numbers' and those of the ids.
+    """DLRM: the bottom network maps the numbers to a vector; the top network gets it and the products of all pairs.
 
-    One table holds the vectors of all slots: ids of different columns differ.
+    The pairs are those of the vector of the numbers and the vectors of the ids. One table has the vectors of all slots,
+    because ids of different columns differ.
     """
 
     pairs: Tensor
@@ -52,7 +52,7 @@ class DLRM(nn.Module):
 
 
 def _pairs(fields: int) -> Tensor:
-    """Where the pairs of different fields lie among all products, each once."""
+    """Return the indices of the products of different fields, each pair once."""
     first, second = torch.tril_indices(fields, fields, -1)
     places: Tensor = first * fields + second
     return places

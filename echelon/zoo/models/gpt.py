@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): a decoder that guesses the next token; ``gpt_tiny`` learns characters."""
+"""GPT-2 (Radford et al. 2019): a decoder that predicts the next token; ``gpt_tiny`` is for characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weight
 
 
 class GptLayer(nn.Module):
-    """Attention and an MLP, each with a norm before it and a shortcut."""
+    """A pre-norm layer: attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class GptLayer(nn.Module):
 
 
 class GptEmbeddings(nn.Module):
-    """Words and learned positions."""
+    """Embeddings of words and learned positions."""
 
     def __init__(self, vocabulary: int, positions: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class GptEmbeddings(nn.Module):
 
 
 class Gpt(nn.Module):
-    """[n, s] tokens to the logits of those that follow, [n, s, vocabulary]; the head is tied to the embedding.
+    """GPT-2: tokens [n, s] to the logits of the next tokens [n, s, vocabulary]; the head is tied to the embedding.
 
-    Of packed documents, [t, vocabulary]: each is read as if it were alone.
+    For packed documents the logits are [t, vocabulary], and attention does not cross documents.
     """
 
     def __init__(self, vocabulary: int, positions: int, hidden: int, layers: int, heads: int, dropout: float) -> None:
@@ -63,7 +63,7 @@ class Gpt(nn.Module):
         self.head.weight = self.embeddings.words.weight
         draw_weights(self)
         for name, weight in self.named_parameters():
-            if name.endswith(("project.weight", "mlp.2.weight")):  # the sum along shortcuts keeps its size at any depth
+            if name.endswith(("project.weight", "mlp.2.weight")):  # keeps the scale of the residual stream at any depth
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens: Tensor | Packed) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the entries of all image models have in common."""
+"""Shared parts of the entries of image models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def image_model(
     tiny: Mapping[str, Any] | None = None,
     **entry: Any,
 ) -> Model:
-    """An entry with what every image model has: its task, the size of its images, and a head worth splitting."""
+    """Return the entry of an image model, with the task, image settings and split head that all of them share."""
     sizes = (
         Setting(name="image_size", default=image_size, meaning="height and width of an image"),
         Setting(name="channels", default=channels, meaning="of an image: 3, or 1 for grey ones"),
@@ -45,5 +45,5 @@ def dropout_setting(default: float, meaning: str) -> Setting:
 
 
 def block_names(count: int, parent: str = "layers") -> tuple[str, ...]:
-    """``layers.0`` to ``layers.{count - 1}``."""
+    """Return the names ``layers.0`` to ``layers.{count - 1}``."""
     return tuple(f"{parent}.{i}" for i in range(count))

@@ -1,10 +1,10 @@
-"""What the inceptions are made of: convolutions with batch norm, branches side by side, and a second classifier.
+"""Building blocks of the inceptions: convolutions with batch norm, parallel branches, and an auxiliary classifier.
 
-A network is written down as layers (``Conv``, ``MaxPool``, ``Fork``, ...) without input channels; these are counted
-when it is built, so that ``depth_multiplier`` can make every convolution wider or narrower.
+A network is described by layers (``Conv``, ``MaxPool``, ``Fork``, ...) without input channels; these are computed when
+the network is built, so that ``depth_multiplier`` can make every convolution wider or narrower.
 
-Batch norm has both scale and shift, as in the networks of torchvision and timm, whose weights so fit; slim leaves the
-scale out. Its epsilon is slim's.
+Batch norm has both scale and shift, as in torchvision and timm, so their weights can be loaded; slim omits the scale.
+The epsilon is that of slim.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.image_entry import block_names, dropout_setting, image_model
 
 EPSILON = 1e-3
-NARROWEST = 16  #: channels that a small ``depth_multiplier`` leaves a convolution, as in slim
+NARROWEST = 16  #: smallest number of channels of a convolution with a small ``depth_multiplier``, as in slim
 
 # ---- modules ----
 
 
 class ConvBlock(nn.Module):
-    """Convolution, batch norm, ReLU."""
+    """A convolution with batch norm and ReLU."""
 
     def __init__(self, conv: nn.Module, outputs: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ConvBlock(nn.Module):
 
 
 class Branches(nn.Module):
-    """All branches see the same input; their outputs lie side by side as channels."""
+    """Parallel branches on the same input, whose outputs are concatenated as channels."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Branches(nn.Module):
 
 
 class ResidualBranches(nn.Module):
-    """Branches, brought back to the channels of their input and added to it, scaled down."""
+    """Parallel branches whose output is projected to the channels of the input, scaled down and added to the input."""
 
     def __init__(self, branches: Branches, inner: int, channels: int, *, scale: float, rectified: bool) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class ResidualBranches(nn.Module):
 
 
 class AuxiliaryClassifier(nn.Module):
-    """Classifies by the maps in the middle of the network; in training only."""
+    """A classifier on the feature maps in the middle of the network, used in training only."""
 
-    FULL = 17  # height and width of these maps for images of 299 x 299
+    FULL = 17  # height and width of these feature maps for images of 299 x 299
 
     def __init__(self, inputs: int, num_classes: int, width: float) -> None:
         super().__init__()
@@ -77,24 +77,24 @@ class AuxiliaryClassifier(nn.Module):
         self.head = nn.Linear(outputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Smaller images leave maps too small for the published pooling and the 5 x 5 weights behind it.
+        # The feature maps of smaller images are too small for the published pooling and the 5 x 5 convolution after it.
         full = min(x.shape[-2:]) >= self.FULL
         pooled = F.avg_pool2d(x, 5, stride=3) if full else F.adaptive_avg_pool2d(x, 5)
         logits: Tensor = self.head(self.layers(pooled).mean((2, 3)))
         return logits
 
 
-# ---- layers, as they are written down ----
+# ---- descriptions of layers ----
 
 
 class InceptionLayer(Protocol):
     def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
-        """The module for so many input channels, and its output channels."""
+        """Return the module for ``inputs`` input channels, and its number of output channels."""
 
 
 @dataclass(frozen=True)
 class Conv:
-    """padded: the maps keep their size (with stride 1); else only whole windows count."""
+    """A convolution; if ``padded``, feature maps keep their size (with stride 1), else only whole windows are used."""
 
     channels: int
     kernel: int | tuple[int, int] = 1
@@ -110,12 +110,12 @@ class Conv:
 
 @dataclass(frozen=True)
 class SeparableConv:
-    """Each channel on its own becomes several, which a 1 x 1 convolution then mixes. In slim it has no batch norm."""
+    """A depthwise convolution with several outputs per channel, then a 1 x 1 one; as in slim, without batch norm."""
 
     channels: int
     kernel: int
     stride: int
-    most: int = 8  # channels made of one
+    most: int = 8  # largest number of depthwise outputs per channel
 
     def build(self, inputs: int, width: float) -> tuple[nn.Module, int]:
         outputs = widened(self.channels, width)
@@ -126,7 +126,7 @@ class SeparableConv:
 
 @dataclass(frozen=True)
 class MaxPool:
-    """over_the_edge: windows that begin inside count, so 112 becomes 56, not 55."""
+    """Max pooling; with ``over_the_edge``, windows that cross the border are used too, so 112 becomes 56, not 55."""
 
     kernel: int = 3
     stride: int = 2
@@ -139,7 +139,7 @@ class MaxPool:
 
 @dataclass(frozen=True)
 class AveragePool:
-    """Of 3 x 3, keeping the size. ``zeros_count``: at the edge the mean is over 9 all the same."""
+    """Average pooling of 3 x 3 that keeps the size; with ``zeros_count``, padding counts in the mean at the border."""
 
     zeros_count: bool = False
 
@@ -148,7 +148,7 @@ class AveragePool:
 
 
 class Fork:
-    """Branches side by side, each a layer or a sequence of layers."""
+    """Parallel branches, each a layer or a sequence of layers."""
 
     def __init__(self, *branches: InceptionLayer | tuple[InceptionLayer, ...]) -> None:
         self.branches = [branch if isinstance(branch, tuple) else (branch,) for branch in branches]
@@ -171,7 +171,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers one after the other, as one block."""
+    """A sequence of layers as one block."""
 
     layers: tuple[InceptionLayer, ...]
 
@@ -196,10 +196,10 @@ def chain(layers: Sequence[InceptionLayer], inputs: int, width: float) -> tuple[
 
 @dataclass(frozen=True)
 class InceptionSpec:
-    """A network, written down.
+    """The description of a network.
 
-    smallest: images that leave something for the last block
-    tapped:   number of the block whose output the auxiliary classifier sees
+    smallest: smallest image size that the last block can process
+    tapped:   index of the block whose output is the input of the auxiliary classifier
     """
 
     stem: tuple[InceptionLayer, ...]
@@ -209,7 +209,7 @@ class InceptionSpec:
 
 
 class Inception(nn.Module):
-    """Images [n, channels, h, w] to logits [n, num_classes]; in training, with the auxiliary logits beside them."""
+    """An inception: images [n, channels, h, w] to logits [n, num_classes], in training with the auxiliary logits."""
 
     def __init__(
         self, plan: InceptionSpec, num_classes: int, *, channels: int, width: float, dropout: float, auxiliary: bool
@@ -248,7 +248,7 @@ def _initialize(module: nn.Module) -> None:
 
 
 def inception(name: str, plan: InceptionSpec, image_size: int, **entry: Any) -> Model:
-    """The entry of the network that ``plan`` writes down."""
+    """Return the entry of the network that ``plan`` describes."""
     auxiliary = Setting(
         name="auxiliary", default=True, meaning="train a second classifier halfway, with 0.4 of its loss added"
     )

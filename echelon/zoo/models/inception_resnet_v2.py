@@ -26,7 +26,7 @@ def _first() -> Fork:
 
 
 def _large() -> Residual:
-    """For maps of 35 x 35."""
+    """Return a block for feature maps of 35 x 35."""
     branches = Fork(Conv(32), (Conv(32), Conv(32, 3)), (Conv(32), Conv(48, 3), Conv(64, 3)))
     return Residual(branches, scale=0.17)
 
@@ -40,7 +40,7 @@ def _from_large_to_middle() -> Fork:
 
 
 def _middle() -> Residual:
-    """For maps of 17 x 17."""
+    """Return a block for feature maps of 17 x 17."""
     return Residual(Fork(Conv(192), (Conv(128), Conv(160, (1, 7)), Conv(192, (7, 1)))), scale=0.1)
 
 
@@ -54,7 +54,7 @@ def _from_middle_to_small() -> Fork:
 
 
 def _small(scale: float = 0.2, *, rectified: bool = True) -> Residual:
-    """For maps of 8 x 8."""
+    """Return a block for feature maps of 8 x 8."""
     return Residual(Fork(Conv(192), (Conv(192), Conv(224, (1, 3)), Conv(256, (3, 1)))), scale, rectified)
 
 

@@ -1,6 +1,6 @@
 """GoogLeNet (Szegedy et al. 2014, "Going deeper with convolutions") with batch norm, as in slim and torchvision.
 
-As there, 3 x 3 stands where the paper has 5 x 5, and there are no auxiliary classifiers.
+As in these, 3 x 3 convolutions replace the 5 x 5 ones of the paper, and there are no auxiliary classifiers.
 """
 
 from __future__ import annotations

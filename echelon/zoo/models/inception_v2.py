@@ -1,6 +1,6 @@
 """BN-Inception (Ioffe and Szegedy 2015, "Batch normalization"), as in slim.
 
-As there, the first convolution is separable, and it alone has no batch norm.
+As in slim, the first convolution is separable, and only this one has no batch norm.
 """
 
 from __future__ import annotations

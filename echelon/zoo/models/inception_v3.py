@@ -12,13 +12,13 @@ from echelon.zoo.models.inception_blocks import (
     inception,
 )
 
-AVERAGE = AveragePool(zeros_count=True)  # as torchvision has it; slim leaves the zeros out
+AVERAGE = AveragePool(zeros_count=True)  # as in torchvision; slim does not count the padding
 HALVE = MaxPool(3, stride=2)
 ROW, COLUMN = (1, 7), (7, 1)
 
 
 def _large(pool: int) -> Fork:
-    """For maps of 35 x 35."""
+    """Return a block for feature maps of 35 x 35."""
     return Fork(
         Conv(64),
         (Conv(48), Conv(64, 5)),
@@ -36,7 +36,7 @@ def _from_large_to_middle() -> Fork:
 
 
 def _middle(inner: int) -> Fork:
-    """For maps of 17 x 17."""
+    """Return a block for feature maps of 17 x 17."""
     return Fork(
         Conv(192),
         (Conv(inner), Conv(inner, ROW), Conv(192, COLUMN)),
@@ -54,7 +54,7 @@ def _from_middle_to_small() -> Fork:
 
 
 def _small() -> Fork:
-    """For maps of 8 x 8."""
+    """Return a block for feature maps of 8 x 8."""
     cross = Fork(Conv(384, (1, 3)), Conv(384, (3, 1)))
     return Fork(Conv(320), (Conv(384), cross), (Conv(448), Conv(384, 3), cross), (AVERAGE, Conv(192)))
 

@@ -18,7 +18,7 @@ ROW, COLUMN = (1, 7), (7, 1)
 
 
 def _large() -> Fork:
-    """For maps of 35 x 35."""
+    """Return a block for feature maps of 35 x 35."""
     return Fork(
         Conv(96),
         (Conv(64), Conv(96, 3)),
@@ -36,7 +36,7 @@ def _from_large_to_middle() -> Fork:
 
 
 def _middle() -> Fork:
-    """For maps of 17 x 17."""
+    """Return a block for feature maps of 17 x 17."""
     return Fork(
         Conv(384),
         (Conv(192), Conv(224, ROW), Conv(256, COLUMN)),
@@ -54,7 +54,7 @@ def _from_middle_to_small() -> Fork:
 
 
 def _small() -> Fork:
-    """For maps of 8 x 8."""
+    """Return a block for feature maps of 8 x 8."""
     cross = Fork(Conv(256, (1, 3)), Conv(256, (3, 1)))
     return Fork(
         Conv(256),

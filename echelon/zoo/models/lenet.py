@@ -1,5 +1,7 @@
-"""LeNet as TF-slim has it: LeCun et al. 1998, "Gradient-based learning applied to document recognition", but wider,
-with ReLUs, max pooling and dropout."""
+"""LeNet as in TF-slim: wider than the original, with ReLUs, max pooling and dropout.
+
+The original is LeCun et al. 1998, "Gradient-based learning applied to document recognition".
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from echelon.zoo.models.image_entry import dropout_setting, image_model
 
 
 class LeNet(nn.Module):
-    """Two convolutions, each pooled to half the size, and one hidden layer."""
+    """LeNet: two convolutions, each pooled to half the size, and one hidden layer."""
 
     def __init__(self, classes: int, image_size: int = 28, channels: int = 1, dropout: float = 0.5) -> None:
         super().__init__()

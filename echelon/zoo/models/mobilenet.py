@@ -1,5 +1,8 @@
-"""MobileNets. v1: Howard et al. 2017, "MobileNets: efficient convolutional neural networks for mobile vision
-applications". v2: Sandler et al. 2018, "MobileNetV2: inverted residuals and linear bottlenecks"."""
+"""MobileNets v1 and v2.
+
+v1: Howard et al. 2017, "MobileNets: efficient convolutional neural networks for mobile vision applications".
+v2: Sandler et al. 2018, "MobileNetV2: inverted residuals and linear bottlenecks".
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ INVERTED = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 
 
 
 class Separable(nn.Sequential):
-    """Each channel by itself, then all channels point by point."""
+    """A depthwise convolution followed by a pointwise one."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -29,7 +32,10 @@ class Separable(nn.Sequential):
 
 
 class Inverted(nn.Module):
-    """Wide inside, narrow and linear at both ends; a residual where they have one shape."""
+    """An inverted residual block: wide inside, narrow and linear at both ends.
+
+    It has a residual connection if input and output have the same shape.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -45,7 +51,7 @@ class Inverted(nn.Module):
 
 
 class MobileNet(nn.Module):
-    """A stem, blocks, for v2 one more wide convolution, and the mean over the image."""
+    """A stem, blocks, for v2 one more wide convolution, and global average pooling."""
 
     def __init__(
         self, stem: nn.Module, blocks: list[nn.Module], last: nn.Module, head: nn.Linear, dropout: float
@@ -80,7 +86,7 @@ def mobilenet_v2(classes: int, channels: int = 3, width: float = 1.0, dropout: f
 
 
 def scaled(channels: int, width: float) -> int:
-    """The multiple of 8 next to ``channels * width``, and never less than nine tenths of it."""
+    """Return the multiple of 8 nearest to ``channels * width``, but at least 90 % of it."""
     near = max(8, int(channels * width + 4) // 8 * 8)
     return near if near >= 0.9 * channels * width else near + 8
 

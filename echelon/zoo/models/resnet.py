@@ -1,8 +1,8 @@
-"""Residual networks.
+"""Residual networks v1 and v2.
 
 v1: He et al. 2015, "Deep residual learning for image recognition", with the stride of a bottleneck in its 3 x 3
-convolution, as torchvision has it ("v1.5"). v2: He et al. 2016, "Identity mappings in deep residual networks": norm and
-ReLU come before each convolution, and nothing but sums lies on the way from block to block.
+convolution, as in torchvision ("v1.5"). v2: He et al. 2016, "Identity mappings in deep residual networks": norm and
+ReLU come before each convolution, and the residual path between blocks has additions only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.convolution import ConvNorm, draw_convolutions
 from echelon.zoo.models.image_entry import AMP_ADVICE, block_names, image_model
 
-#: blocks of each of the four sizes
+#: number of layers -> number of blocks at each of the four resolutions
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
-BOTTLENECK_FROM = 50  #: layers; shallower ones have two 3 x 3 convolutions in a block
+BOTTLENECK_FROM = 50  #: number of layers from which blocks are bottlenecks; others have two 3 x 3 convolutions
 
 PARAMETERS = {
     1: {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808},
@@ -56,7 +56,10 @@ class Bottleneck(nn.Module):
 
 
 class _NormFirst(nn.Module):
-    """A shortcut that changes the shape takes what the first norm and ReLU made; any other takes the input itself."""
+    """A block with norms first; a shortcut that changes the shape starts after the first norm and ReLU.
+
+    Any other shortcut is the input itself.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -104,10 +107,10 @@ Block = type[Basic] | type[Bottleneck] | type[BasicNormFirst] | type[BottleneckN
 
 
 class ResNet(nn.Module):
-    """Blocks at four sizes, each half as high and wide as the one before and with twice the channels.
+    """Residual network with four resolutions, each half as high and wide as the previous one, with twice the channels.
 
     version: 1, or 2 for norms before the convolutions
-    width:   channels of the stem
+    width:   number of channels of the stem
     """
 
     def __init__(self, depth: int, classes: int, version: int = 1, channels: int = 3, width: int = 64) -> None:

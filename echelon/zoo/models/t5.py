@@ -1,5 +1,7 @@
-"""T5 (Raffel et al. 2019): encoder and decoder, with positions as a bias of attention; and with a mixture of experts in
-every second layer, as in Switch Transformers (Fedus et al. 2021)."""
+"""T5 (Raffel et al. 2019): encoder and decoder with relative position biases, optionally with a mixture of experts.
+
+The experts are in every second layer, as in Switch Transformers (Fedus et al. 2021).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
 from echelon.zoo.models.attention import LAYER_SPLIT
 
-BUCKETS, FAR = 32, 128  #: of distances; all beyond FAR share one
-HIDDEN = -1e4  #: added to a score that must not count: its exponential is 0 in any precision, and fp16 can hold it
+BUCKETS, FAR = 32, 128  #: number of distance buckets; all distances beyond FAR share one
+HIDDEN = -1e4  #: value of a masked score: its exponential is 0 in any precision, and fp16 can represent it
 
 
 @dataclass(frozen=True)
 class T5Sizes:
-    """experts: of every second layer; 0: none"""
+    """The sizes of a T5; ``experts`` is the number of experts in every second layer, or 0."""
 
     vocabulary: int
     hidden: int
@@ -39,7 +41,7 @@ class T5Sizes:
 
 
 class RelativeBias(nn.Module):
-    """For each head, what a score gains by how far the key is from the query: [1, heads, length, length]."""
+    """The bias of attention scores by the distance of key and query, for each head: [1, heads, length, length]."""
 
     def __init__(self, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -48,13 +50,17 @@ class RelativeBias(nn.Module):
 
     def forward(self, length: int, device: torch.device) -> Tensor:
         places = torch.arange(length, device=device)
-        ahead = places[None, :] - places[:, None]  # of the key, seen from the query
+        ahead = places[None, :] - places[:, None]  # position of the key relative to the query
         bias: Tensor = self.table(_bucket(ahead, self.causal)).permute(2, 0, 1)[None]
         return bias.masked_fill(ahead > 0, HIDDEN) if self.causal else bias
 
 
 def _bucket(ahead: Tensor, causal: bool) -> Tensor:
-    """Half of the buckets are for one distance each, the others grow with it. Two directions share them evenly."""
+    """Return the bucket of each distance.
+
+    Half of the buckets have one distance each, the others grow logarithmically. If attention is not causal, each
+    direction has half of the buckets.
+    """
     count = BUCKETS if causal else BUCKETS // 2
     distance = (-ahead).clamp(min=0) if causal else ahead.abs()
     exact = count // 2
@@ -65,7 +71,7 @@ def _bucket(ahead: Tensor, causal: bool) -> Tensor:
 
 
 class T5SelfAttention(nn.Module):
-    """Scores are not scaled: the first weights are small instead."""
+    """Self-attention without scaling of scores; the initial weights are smaller instead."""
 
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
@@ -82,7 +88,7 @@ class T5SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """From the target to the source."""
+    """Attention from the target to the source."""
 
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
@@ -101,7 +107,7 @@ class CrossAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A norm, then an MLP or experts, with a shortcut: what finds no room in its expert keeps its own value."""
+    """A norm, then an MLP or experts, with a residual connection, which passes on tokens that their expert drops."""
 
     def __init__(self, sizes: T5Sizes, experts: bool) -> None:
         super().__init__()
@@ -154,8 +160,10 @@ class DecoderLayer(nn.Module):
 
 
 class T5(nn.Module):
-    """source [n, s], its mask [n, s] and the target moved by one [n, t] to logits [n, t, vocabulary]. One matrix is
-    both embeddings and the head."""
+    """T5: source [n, s], its mask [n, s] and the shifted target [n, t] to logits [n, t, vocabulary].
+
+    Both embeddings and the head share one matrix.
+    """
 
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
@@ -170,7 +178,7 @@ class T5(nn.Module):
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
         self.head.weight = self.words.weight
         self.drop = nn.Dropout(sizes.dropout)
-        self.scale = sizes.hidden**-0.5  # of features before the head, because the tied matrix is large
+        self.scale = sizes.hidden**-0.5  # scales the features before the head, because the tied matrix has large values
         _draw_weights(self, sizes)
 
     def forward(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
@@ -199,7 +207,7 @@ def _has_experts(sizes: T5Sizes, layer: int) -> bool:
 
 
 def _draw_weights(model: T5, sizes: T5Sizes) -> None:
-    """By what comes in, and queries smaller by what scaling would have taken from the scores."""
+    """Initialize weights by fan-in; those of queries are smaller by the factor that replaces the scaling of scores."""
     nn.init.normal_(model.words.weight)
     for name, module in model.named_modules():
         if isinstance(module, RelativeBias):
@@ -284,7 +292,7 @@ _SPLIT: dict[str, Mark | list[Mark]] = {
     "*.cross.kv": Split(),
 }
 
-#: Every device has a batch of its own; only the experts are shared out.
+#: Every device has its own batch; only the experts are distributed over devices.
 _EXPERT_SPLIT: dict[str, Mark | list[Mark]] = {"*.attention": Replicate(), "*.experts": Split()}
 
 

@@ -1,4 +1,4 @@
-"""Toys: small enough that a run takes seconds, for a first look at the command."""
+"""Toy models, which train in seconds, for a first look at the command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.zoo.entry import Model, Request, Setting
 
 
 class Toy(nn.Module):
-    """A network of a few layers."""
+    """A small fully connected network."""
 
     def __init__(self, inputs: int, hidden: int, depth: int, classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""VGG: Simonyan and Zisserman 2014, "Very deep convolutional networks for large-scale image recognition"."""
+"""VGG (Simonyan and Zisserman 2014, "Very deep convolutional networks for large-scale image recognition")."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from echelon.zoo.models.image_entry import block_names, dropout_setting, image_m
 
 WIDTHS = (64, 128, 256, 512, 512)
 
-#: convolutions of each of the five blocks
+#: number of layers -> number of convolutions of each of the five blocks
 CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 PARAMETERS = {11: 132_863_336, 16: 138_357_544, 19: 143_667_240}
 
 
 class Vgg(nn.Module):
-    """Five blocks of 3 x 3 convolutions, each pooled to half the size, and two hidden layers. Without batch norm."""
+    """VGG without batch norm: five blocks of 3 x 3 convolutions, each pooled to half size, and two hidden layers."""
 
     def __init__(
         self, classes: int, convolutions: Sequence[int], channels: int = 3, fc_size: int = 4096, dropout: float = 0.5

@@ -1,5 +1,8 @@
-"""Vision transformers: Dosovitskiy et al. 2020, "An image is worth 16x16 words: transformers for image recognition at
-scale"; the tiny and small sizes are those of Touvron et al. 2020 (DeiT)."""
+"""Vision transformers.
+
+They are those of Dosovitskiy et al. 2020, "An image is worth 16x16 words: transformers for image recognition at scale";
+the tiny and small sizes are those of Touvron et al. 2020 (DeiT).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ SIZES = {
 
 
 class Patches(nn.Module):
-    """An image as a sequence: a token for the class, then one for each patch, with learned positions added."""
+    """Maps an image to a sequence: a class token, then one token per patch, with learned positions added."""
 
     def __init__(self, image_size: int, patch: int, channels: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -53,7 +56,10 @@ class Patches(nn.Module):
 
 
 class VitAttention(nn.Module):
-    """The outputs of ``qkv`` lie head by head, query, key and value of each: a cut by columns is one between heads."""
+    """Self-attention; outputs of ``qkv`` are ordered by head, with query, key and value of each.
+
+    So a split by columns cuts between heads.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -85,7 +91,7 @@ class VitLayer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Norms come first in each layer; the class is read from the first token."""
+    """A vision transformer with pre-norm layers; the class is predicted from the first token."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Wide & Deep: Cheng et al. 2016, "Wide & Deep Learning for Recommender Systems"."""
+"""Wide & Deep (Cheng et al. 2016, "Wide & Deep Learning for Recommender Systems")."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from echelon.zoo.models.click_entry import (
 
 
 class WideDeep(nn.Module):
-    """The wide part is a weight for every id, trained by FTRL, and remembers; the deep part gives every id a vector and
-    generalizes."""
+    """Wide & Deep: a wide part that memorizes and a deep part that generalizes.
+
+    The wide part has one weight per id, trained with FTRL; the deep part is a network on embedding vectors of the ids.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""word2vec: Mikolov et al. 2013, "Distributed Representations of Words and Phrases and their Compositionality"."""
+"""word2vec (Mikolov et al. 2013, "Distributed Representations of Words and Phrases and their Compositionality")."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from echelon.zoo.models.click_entry import ADVICE, table, table_settings
 
 
 class SkipGram(nn.Module):
-    """A word tells its neighbours from words drawn at random. There is no vocabulary: any id has a vector.
+    """Skip-gram with negative samples: a word discriminates its neighbors from random words.
 
-    The bias, which the paper does not have, takes up how many of the others are neighbours at all.
+    There is no vocabulary: any id has a vector. The bias, which the paper does not have, models the fraction of words
+    that are neighbors.
     """
 
     def __init__(self, words: SparseEmbedding, contexts: SparseEmbedding) -> None:
@@ -29,7 +30,8 @@ class SkipGram(nn.Module):
 
 def _build(request: Request) -> nn.Module:
     dim = request["embedding_dim"]
-    # vectors of words as in the paper's program; contexts begin at zero there, and so do all scores here
+    # Word vectors are initialized as in the program of the paper. Context vectors start at zero there too, so that all
+    # initial scores are zero.
     return SkipGram(table(request, initializer=0.5 / dim), table(request, initializer=0.0))
 
 

@@ -1,4 +1,4 @@
-"""Models, data sets and losses of the user in ``echelon train``: ``file.py:Name`` or ``package.module:Name``."""
+"""User-defined models, data sets and losses in ``echelon train``: ``file.py:Name`` or ``package.module:Name``."""
 
 from echelon.zoo.own.dataset import own_dataset
 from echelon.zoo.own.loss import own_loss

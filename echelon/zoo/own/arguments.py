@@ -1,4 +1,4 @@
-"""Arguments of a user's class or function, as parameters of the command: names, types and defaults are its own."""
+"""Turn the arguments of a user's class or function into parameters of the command, with their types and defaults."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS
 
 _COMMON = {parameter.name: parameter for parameter in PARAMETERS}
 
-#: Common parameters that a class of the user may take as arguments. Others belong to the run: a network's argument
-#: 'stages' must not cut it into a pipeline.
+#: Common parameters that a user's class may take as arguments. The others belong to the run: an argument 'stages' of a
+#: network must not partition it into pipeline stages.
 _GIVEN = {"seed", "task_type", "batch_size"} | {
     parameter.name for parameter in PARAMETERS if parameter.group in ("dataset", "input", "restore")
 }
@@ -28,11 +28,12 @@ _LISTS = (list, tuple)
 
 @dataclass(frozen=True)
 class OwnArguments:
-    """The arguments that a run can fill in.
+    """The arguments of a user's class or function that a run can set.
 
     make:     the class or function
-    settings: parameters of its own
-    defaults: its defaults of common parameters
+    names:    names of the arguments
+    settings: arguments that are not common parameters
+    defaults: default values of common parameters
     """
 
     make: Callable[..., Any]
@@ -41,14 +42,14 @@ class OwnArguments:
     defaults: Mapping[str, Any]
 
     def call(self, request: Request, **more: Any) -> Any:
-        """Call it with the values of the run."""
+        """Call the class or function with the values of the run."""
         tuples = {setting.name for setting in self.settings if isinstance(setting.default, tuple)}
         values = {name: request[name] for name in self.names}
         return self.make(**{name: tuple(v) if name in tuples else v for name, v in values.items()}, **more)
 
 
 def read_arguments(make: Callable[..., Any], place: str, besides: Collection[str] = ()) -> OwnArguments:
-    """Read the signature; ``besides``: arguments that are filled in by other means."""
+    """Read the signature; ``besides`` has the names of arguments to skip."""
     hints, names, settings, defaults = _hints(make), [], [], {}
     for argument in _arguments(make, place):
         name = argument.name
@@ -65,7 +66,7 @@ def read_arguments(make: Callable[..., Any], place: str, besides: Collection[str
         else:
             kind = _kind(hints.get(name), argument.default if has_default else None)
             if kind is None and has_default:
-                continue  # an activation function, say: no text can name it
+                continue  # no text can give such a value, for example an activation function
             default = argument.default if has_default else None
             meaning = f"of {place}"
             settings.append(
@@ -94,7 +95,7 @@ def _hints(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kind(hint: Any, default: Any) -> Any:
-    """Return the type that a text is read as; None where none can be."""
+    """Return the type as which text is parsed; None if no text can give a value."""
     if hint is not None and _is_plain(hint):
         return hint
     if (typing.get_origin(hint) or hint) in _LISTS or isinstance(default, _LISTS):

@@ -1,4 +1,4 @@
-"""A data set of the user, as an entry of the zoo."""
+"""Make a user's data set an entry of the zoo."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from echelon.zoo.entry import Data, Dataset, Request
 from echelon.zoo.own.arguments import OwnArguments, read_arguments
 from echelon.zoo.own.own_object import declared_tasks, found_at, short_name
 
-#: An argument of one of these names says which part is meant, as in torchvision: made twice, once for each.
+#: Arguments that select the part of a data set, as in torchvision: (value for training, value for tests).
 _PARTS: dict[str, tuple[Any, Any]] = {"train": (True, False), "split": ("train", "test")}
 
 
 def own_dataset(place: str) -> Dataset:
-    """Return the entry of ``file.py:Name``: a class or function that makes data, or a ``zoo.Dataset``."""
+    """Return the entry of ``file.py:Name``, which is a class or function that makes data, or a ``zoo.Dataset``."""
     found = found_at(place, "--dataset_name")
     if isinstance(found, Dataset):
         return found
@@ -65,7 +65,7 @@ def _opened(arguments: OwnArguments, part: str | None, request: Request, place: 
 
 
 def _two(made: Any) -> tuple[Any, Any]:
-    """Return the parts of {"train": ..., "test": ...}, of two data sets, or of one that has no test part."""
+    """Return the train and test parts of {"train": ..., "test": ...}, of two data sets, or of one without a test."""
     if isinstance(made, Mapping) and "train" in made:
         return made["train"], made.get("test")
     if isinstance(made, tuple) and len(made) == 2 and all(_is_dataset(each) for each in made):
@@ -86,7 +86,7 @@ def _check(data: Any, place: str) -> None:
 
 
 def _check_target(train: Any, request: Request, place: str) -> None:
-    """Refuse floats as classes before a step does; a task or a loss that was named is taken at its word."""
+    """Raise UsageError if targets of a classification are floats, unless the user gave a task or a loss."""
     if request.task != "classify" or request.get("task") is not None or request.get("loss_name") != "example":
         return
     target = _first_target(train)
@@ -111,7 +111,7 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def _facts(train: Any) -> dict[str, Any]:
-    """Return the numbers of classes and words, where the data set has them as attributes."""
+    """Return the numbers of classes and words, if the data set has them as attributes."""
     classes = getattr(train, "classes", None)
     known = {name: getattr(train, name, None) for name in ("num_classes", "vocab_size")}
     if known["num_classes"] is None and isinstance(classes, list | tuple):

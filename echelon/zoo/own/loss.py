@@ -1,4 +1,4 @@
-"""A loss of the user: ``--loss_name file.py:name``, or the static method ``loss`` of the model's class."""
+"""Find a user's loss: ``--loss_name file.py:name``, or the static method ``loss`` of the model's class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def own_loss(place: str) -> Loss:
 
 
 def loss_of_class(make: Any, place: str) -> Loss | None:
-    """Return ``make.loss`` where a class has one."""
+    """Return ``make.loss`` if ``make`` is a class that has it, else None."""
     own = getattr(make, "loss", None) if isinstance(make, type) else None
     return None if own is None else _checked(own, f"{place}.loss")
 

@@ -1,4 +1,4 @@
-"""A model of the user, as an entry of the zoo."""
+"""Make a user's model an entry of the zoo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.zoo.tasks import OWN
 
 
 def own_model(place: str) -> Model:
-    """Return the entry of ``file.py:Name``: a class or function that makes a module, or a ``zoo.Model``."""
+    """Return the entry of ``file.py:Name``, which is a class or function that makes a module, or a ``zoo.Model``."""
     found = found_at(place, "--model_name")
     if isinstance(found, Model):
         return found

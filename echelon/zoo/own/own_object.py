@@ -1,4 +1,4 @@
-"""Finding what ``file.py:Name`` names, and the tasks it declares."""
+"""Find the object that ``file.py:Name`` names, and the tasks it declares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.zoo.tasks import OWN, TASKS
 
 
 def is_place(name: str) -> bool:
-    """Return True for ``file.py:Name`` and ``package.module:Name``; ``timm:NAME`` is no place."""
+    """Return True for ``file.py:Name`` and ``package.module:Name``, and False for ``timm:NAME``."""
     source, colon, inner = name.rpartition(":")
     return bool(colon and inner) and ("." in source or "/" in source)
 
@@ -27,7 +27,7 @@ def short_name(place: str) -> str:
 
 
 def declared_tasks(made: Any, place: str, first: str) -> tuple[str, ...]:
-    """Return what its attribute ``task`` says; else every task, ``first`` before the others."""
+    """Return the task in the object's attribute ``task``; without it, all tasks, with ``first`` at the beginning."""
     declared = getattr(made, "task", None)
     if not isinstance(declared, str):
         return tuple(dict.fromkeys([first, *TASKS]))

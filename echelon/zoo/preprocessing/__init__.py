@@ -1,4 +1,4 @@
-"""From a picture as it is stored to what a model is shown: cropping and resizing here, normalizing on the device."""
+"""Preprocessing of images: cropping and resizing on the host, normalization on the device."""
 
 from echelon.zoo.preprocessing.normalize import Normalize
 from echelon.zoo.preprocessing.pictures import ArrayPicture, EncodedPicture, Picture, Pixels

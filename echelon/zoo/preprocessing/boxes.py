@@ -1,4 +1,4 @@
-"""Which part of a picture to take. Random ones draw from ``random``, which the loader seeds for every sample."""
+"""Crop boxes of images; random ones draw from ``random``, which the loader seeds for every sample."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ def whole(width: int, height: int) -> Box:
 
 
 def center(width: int, height: int, part: float = 0.875) -> Box:
-    """A square in the middle, with ``part`` of the shorter side: resizing that side to 256 and taking 224, at once."""
+    """Return a centered square of ``part`` of the shorter side.
+
+    The default equals resizing the shorter side to 256 and cropping 224.
+    """
     side = part * min(width, height)
     left, upper = (width - side) / 2, (height - side) / 2
     return (left, upper, left + side, upper + side)
 
 
 def random_area(width: int, height: int, least: float = 0.08, ratio: float = 4 / 3) -> Box:
-    """``least`` to all of the area, and a shape between 1/ratio and ratio (Szegedy et al. 2015)."""
+    """Return a random box of ``least`` to 100 % of the area and an aspect ratio of 1/ratio to ratio.
+
+    The method is that of Szegedy et al. 2015.
+    """
     for _ in range(CROP_TRIES):
         area = random.uniform(least, 1.0) * width * height
         shape = math.exp(random.uniform(-math.log(ratio), math.log(ratio)))
@@ -34,7 +40,7 @@ def random_area(width: int, height: int, least: float = 0.08, ratio: float = 4 /
 
 
 def random_scale(width: int, height: int, least: float = 224 / 512, most: float = 224 / 256) -> Box:
-    """A square of a part of the shorter side, anywhere: that side resized to 256..512, 224 taken (VGG's way)."""
+    """Return a random square: the shorter side is resized to 256..512 and 224 are cropped, as for VGG."""
     side = min(width, height) / random.uniform(1 / most, 1 / least)
     left, upper = random.uniform(0, width - side), random.uniform(0, height - side)
     return (left, upper, left + side, upper + side)

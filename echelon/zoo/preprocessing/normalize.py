@@ -1,4 +1,4 @@
-"""Bytes into normalized floats, on the device: a quarter of the traffic, and no work for the host."""
+"""Convert bytes to normalized floats on the device, which needs a quarter of the traffic and no host work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class Normalize:
-    """(image / 255 - mean) / std for images that arrive as bytes; floats pass as they are.
+    """Computes (image / 255 - mean) / std for images of bytes; float images are returned unchanged.
 
-    Plain tensor operations, so that it can be compiled and recorded. On a GPU the result lies in memory with its
-    channels last, as convolutions are quickest there.
+    It uses plain tensor operations, so it can be compiled and captured in a CUDA graph. On a GPU the result has the
+    channels_last memory format, with which convolutions are fastest.
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device | None = None) -> None:
-        # made once and on the device: making them from numbers in every step would let the host wait for the device
+        # Created once on the device: creating them from Python numbers in each step would synchronize with the device.
         spread, middle = torch.tensor(std, dtype=torch.float64), torch.tensor(mean, dtype=torch.float64)
         self._scale = (1 / (255 * spread)).float().view(1, -1, 1, 1).to(device)
         self._shift = (-middle / spread).float().view(1, -1, 1, 1).to(device)

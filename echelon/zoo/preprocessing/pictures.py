@@ -1,6 +1,6 @@
-"""Pictures as they are stored: pixels in memory, or bytes of a JPEG or PNG file.
+"""Stored images: pixels in memory, or bytes of a JPEG or PNG file.
 
-Either hands out a part of itself resized in one go, so that a JPEG is decoded at the smallest scale that is enough.
+Both classes crop and resize in one call, so that a JPEG is decoded at the smallest sufficient scale.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Picture(Protocol):
     def height(self) -> int: ...
 
     def part(self, box: Box, size: int) -> Pixels:
-        """What lies in the box, resized to [size, size, channels]."""
+        """Return the part inside the box, resized to [size, size, channels]."""
 
 
 class ArrayPicture:
-    """[height, width, channels] bytes in memory."""
+    """An image of [height, width, channels] bytes in memory."""
 
     def __init__(self, pixels: Pixels) -> None:
         self._pixels = pixels
@@ -44,9 +44,9 @@ class ArrayPicture:
 
 
 class EncodedPicture:
-    """A picture file's bytes; decoded when a part of it is asked for.
+    """The bytes of an image file, decoded when ``part`` is called.
 
-    name: what an error calls it
+    name: name of the image in error messages
     """
 
     def __init__(self, data: bytes, channels: int, name: str) -> None:
@@ -68,7 +68,7 @@ class EncodedPicture:
         return pixels if pixels.shape[:2] == (size, size) else _resized(pixels, size)
 
     def _decoded(self, box: Box, size: int) -> Any:
-        """The whole picture, at 1/2, 1/4 or 1/8 of its size where the box still has ``size`` pixels then."""
+        """Return the whole image, decoded at 1/2, 1/4 or 1/8 of its size if the box then still has ``size`` pixels."""
         image = self._image
         need = max(size / (box[2] - box[0]), size / (box[3] - box[1]))
         image.draft(
@@ -79,14 +79,14 @@ class EncodedPicture:
 
 
 def resized(images: torch.Tensor, size: int) -> torch.Tensor:
-    """[n, channels, h, w] bytes at [size, size], smoothed where they shrink."""
+    """Return [n, channels, h, w] bytes resized to [size, size], with antialiasing when they shrink."""
     if images.shape[-2:] == (size, size):
         return images
     return F.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 def with_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
-    """[n, c, h, w] bytes with so many channels: gray repeated, or the brightness of colours (ITU-R 601)."""
+    """Return [n, c, h, w] bytes with ``channels`` channels: gray is repeated, color becomes luma (ITU-R 601)."""
     if images.shape[1] == channels:
         return images
     if images.shape[1] == 1:
@@ -96,13 +96,13 @@ def with_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def _scaled(box: Box, across: float, down: float) -> tuple[int, int, int, int]:
-    """In whole pixels of a smaller picture, and never empty."""
+    """Return the box in whole pixels of a scaled image; it is never empty."""
     left, upper, right, lower = (round(edge * by) for edge, by in zip(box, (across, down) * 2, strict=True))
     return left, upper, max(right, left + 1), max(lower, upper + 1)
 
 
 def _resized(pixels: Pixels, size: int) -> Pixels:
-    """By torch: half the time of Pillow's own, and the channels stay last."""
+    """Resize pixels with torch, which takes half the time of Pillow; the channels stay last."""
     images = torch.from_numpy(np.ascontiguousarray(pixels))[None].permute(0, 3, 1, 2)
     return resized(images, size)[0].permute(1, 2, 0).numpy()
 

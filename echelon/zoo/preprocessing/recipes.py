@@ -1,13 +1,13 @@
-"""Preprocessing by name: what is cut out of a picture in training and in tests, and how its bytes are normalized.
+"""Preprocessing by name: the crops and augmentations in training and in tests, and the normalization.
 
-    lenet       the whole picture; -1 to 1
+    lenet       the whole image; -1 to 1
     cifarnet    padded by an eighth on every side and cropped again, flipped; CIFAR-10's mean and deviation
     vgg         a square at a random scale, flipped; ImageNet's mean and deviation
     inception   5 to 100 % of the area, flipped, brightness, contrast and saturation changed; -1 to 1
     resnet      8 to 100 % of the area, flipped; ImageNet's mean and deviation
-    none        the whole picture; 0 to 1
+    none        the whole image; 0 to 1
 
-Tests take the middle, or the whole of the picture, with the same normalization.
+Tests use a center crop or the whole image, with the same normalization.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from echelon.zoo.preprocessing.boxes import Box, center, random_area, random_sca
 from echelon.zoo.preprocessing.normalize import Normalize
 from echelon.zoo.preprocessing.pictures import Picture, Pixels
 
-BRIGHTNESS = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of red, green, blue (ITU-R 601)
+BRIGHTNESS = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # luma weights of red, green, blue (ITU-R 601)
 
-SMALL = 96  #: pixels below which crops of a small part of the picture leave nothing to see
+SMALL = 96  #: image size in pixels below which a crop of a small part of the area has too little content
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What becomes of one picture. Draws from ``random``, in this order: box, padding, flip, colours.
+    """The transform of one image. It draws from ``random`` in this order: box, padding, flip, colors.
 
-    box:    which part, of a picture's width and height
-    pad:    black border, as a part of the size; a crop of the size is taken from what it makes
-    flip:   every other picture is mirrored
-    colour: brightness, contrast and saturation are each changed by up to so much
+    box:    function of width and height that returns the crop box
+    pad:    width of the black border, as a fraction of the size; a random crop of the size follows
+    flip:   True mirrors half of the images, at random
+    colour: largest relative change of each of brightness, contrast and saturation
     """
 
     box: Callable[[int, int], Box] = whole
@@ -56,7 +56,7 @@ class Recipe:
         if self.pad:
             pixels = padded_crop(pixels, round(self.pad * size))
         if self.flip and random.random() < 0.5:
-            pixels = torch.from_numpy(pixels).flip(1).numpy()  # 15 times as quick as numpy's own
+            pixels = torch.from_numpy(pixels).flip(1).numpy()  # 15 times as fast as numpy
         if self.colour:
             factors = [random.uniform(1 - self.colour, 1 + self.colour) for _ in range(3)]
             pixels = coloured(pixels, *factors)
@@ -70,19 +70,22 @@ def padded_crop(pixels: Pixels, pad: int) -> Pixels:
 
 
 def coloured(pixels: Pixels, brightness: float, contrast: float, saturation: float) -> Pixels:
-    """Each 1 for no change. The three together are one linear map of a pixel's colours and one shift."""
+    """Return pixels with changed brightness, contrast and saturation; a factor of 1 is no change.
+
+    The three changes together are one linear map of a pixel's colors and one shift.
+    """
     channels = pixels.shape[2]
     weights = BRIGHTNESS if channels == 3 else np.ones(1, dtype=np.float32)
     flat = pixels.reshape(-1, channels).astype(np.float32)
     mean = np.full(len(flat), 1 / len(flat), dtype=np.float32) @ flat @ weights  # a tenth of the time of mean()
     mixing = saturation * np.eye(channels, dtype=np.float32) + (1 - saturation) * weights[:, None]
     flat = flat @ (brightness * contrast * mixing).astype(np.float32)
-    flat += np.float32((1 - contrast) * brightness * mean + 0.5)  # and a half, since bytes are cut off, not rounded
+    flat += np.float32((1 - contrast) * brightness * mean + 0.5)  # plus 0.5, because the cast to bytes truncates
     return np.clip(flat, 0, 255, out=flat).astype(np.uint8).reshape(pixels.shape)
 
 
 class PixelStatistics(NamedTuple):
-    """Mean and standard deviation of pixels from 0 to 1: one for each colour, or one for all."""
+    """Mean and standard deviation of pixels from 0 to 1: one value per color, or one for all."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -96,7 +99,7 @@ class Preprocessing:
     spread: PixelStatistics
 
     def normalize(self, channels: int, device: torch.device | None = None) -> Normalize:
-        """What ``Data.arrive`` is for images of so many channels."""
+        """Return the ``Data.arrive`` for images of ``channels`` channels."""
         mean, std = self.spread
         if channels == 1 and len(mean) == 3:
             return Normalize((sum(mean) / 3,), (sum(std) / 3,), device)
@@ -127,7 +130,7 @@ PREPROCESSINGS: dict[str, Preprocessing] = {
     )
 }
 
-#: what a model is trained with, by the beginning of its name; "resnet" for all others
+#: prefix of a model's name -> its preprocessing; all other models use "resnet"
 OF_MODELS = {
     "lenet": "lenet",
     "cifarnet": "cifarnet",
@@ -142,7 +145,10 @@ OF_MODELS = {
 
 
 def preprocessing_of(request: Request) -> Preprocessing:
-    """What ``--preprocessing_name`` asks for; else the model's own, and for small pictures crops that keep most."""
+    """Return the preprocessing for ``--preprocessing_name``, by default that of the model.
+
+    The default for small images is "cifarnet", whose crops keep most of the image.
+    """
     name = request.get("preprocessing_name")
     if name is None:
         model = str(request.get("model_name", ""))

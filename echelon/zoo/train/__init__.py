@@ -1,1 +1,1 @@
-"""``echelon train``: from parameters to a run."""
+"""The implementation of ``echelon train``, from parameters to a training run."""

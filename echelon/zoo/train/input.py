@@ -1,4 +1,4 @@
-"""The input parameters of ``echelon train``, as options of the loader; and how much a run has waited for its input."""
+"""Translate the input parameters of ``echelon train`` to loader options, and measure how long a run waits for input."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from echelon.zoo.entry import Data, Request
 
 
 def loader_options(request: Request, data: Data, ranks_on_host: int) -> dict[str, Any]:
-    """For ``engine.loader(train_part(request, data), ...)``. What the data set says itself goes before the rest.
+    """Return the options for ``engine.loader(train_part(request, data), ...)``; those of the data set take precedence.
 
-    A worker is a process that makes one batch at a time, so ``num_parallel_batches`` of a rank is also the most workers
-    it can use.
+    A worker is a process that makes one batch at a time, so ``num_parallel_batches`` is also the largest number of
+    workers of a rank.
     """
     workers = _workers(request, data.train, ranks_on_host)
     ahead = _positive(request, "prefetch_buffer_size", 32)
@@ -35,7 +35,7 @@ def loader_options(request: Request, data: Data, ranks_on_host: int) -> dict[str
 
 
 def train_part(request: Request, data: Data) -> Any:
-    """``data.train``, with ``num_sample_per_epoch`` samples where that is asked for."""
+    """Return ``data.train``, repeated or cut to ``num_sample_per_epoch`` samples if that is set."""
     size = request.get("num_sample_per_epoch")
     if size is None:
         return data.train
@@ -53,7 +53,7 @@ def train_part(request: Request, data: Data) -> Any:
 
 
 def _workers(request: Request, train: Any, ranks_on_host: int) -> int:
-    """None for what is in memory already, and for streams: each worker would read the whole of it."""
+    """Return the number of workers; 0 for data in memory, and for streams, which each worker would read completely."""
     threads = _positive(request, "num_preprocessing_threads", 16)
     batches = _positive(request, "num_parallel_batches", 8)
     inner = train.dataset if isinstance(train, Repeated) else train
@@ -74,10 +74,10 @@ def _cores() -> int:
 
 
 class InputWaitTimer:
-    """How long the loop over a loader stands still until a batch is there.
+    """Measures how long the loop over a loader waits for batches.
 
-    The first batch of all is left out: workers start then. On a GPU the host runs ahead, so the GPU has stood still for
-    at most as long.
+    The very first batch is not counted, because workers start then. On a GPU the host runs ahead, so the GPU has been
+    idle for at most as long.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class InputWaitTimer:
         self._loader: Loader | None = None
 
     def around(self, loader: Loader) -> Iterator[Any]:
-        """An epoch of the loader."""
+        """Yield the batches of one epoch of the loader and measure the waits."""
         is_first, self._loader = self._loader is None, loader
         batches, asked = iter(loader), time.perf_counter()
         for batch in batches:
@@ -98,18 +98,21 @@ class InputWaitTimer:
 
     @property
     def share(self) -> float:
-        """Part of the time so far."""
+        """The fraction of the time so far that was spent waiting."""
         return self._waited / self._total if self._total else 0.0
 
     def line(self, speed: float, unit: str) -> str:
-        """``speed``: examples a second of all ranks, as they were trained."""
+        """Return a line about input speed and waits.
+
+        speed: training throughput of all ranks, in examples per second
+        """
         if self._loader is None:
             return "input: nothing was read"
         waited = f"waited {self.share:.1%} of the time"
         rate, workers = self._loader.possible_rate, self._loader.workers
         if rate is None:
             return f"input: {speed:,.0f} {unit}/s trained, {waited}"
-        possible = rate * self._loader.global_batch / self._loader.batch_size  # all ranks are taken to be like this one
+        possible = rate * self._loader.global_batch / self._loader.batch_size  # assumes that all ranks are as fast
         return f"input: {possible:,.0f} {unit}/s possible ({_workers_said(workers)}), {waited}"
 
     def _note(self, waited: float, passed: float) -> None:
@@ -123,7 +126,7 @@ def _workers_said(workers: int) -> str:
 
 @dataclass(frozen=True)
 class InputThroughput:
-    """examples: read in ``seconds``, with nothing else to do"""
+    """The number of examples read in ``seconds`` without training."""
 
     examples: int
     seconds: float
@@ -134,10 +137,10 @@ class InputThroughput:
 
 
 def measure_input(loader: Loader, seconds: float) -> InputThroughput:
-    """How quick the input alone is: batches of this rank, thrown away.
+    """Measure the throughput of the input alone: read batches of this rank and discard them.
 
-    Each worker's first batch is not counted (processes start, files are opened). What was read ahead in that time comes
-    too soon: measure for many times as long as a batch takes.
+    The first batch of each worker is not counted (processes start, files are opened). Batches prefetched in that time
+    make the result too high, so measure for many times the duration of a batch.
     """
     left, examples, begin, now = max(loader.workers, 1), 0, 0.0, 0.0
     while True:

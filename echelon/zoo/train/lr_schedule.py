@@ -1,4 +1,4 @@
-"""The learning rate over a run, from the parameters of the command."""
+"""Build the learning-rate schedule from the parameters of the command."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from echelon.base.errors import UsageError
 from echelon.optim import Schedule
 from echelon.zoo.entry import Request
 
-_NOT_YET = 10**12  #: steps, until the loader says how many there are: at step 0 every decay is the same then
+_NOT_YET = 10**12  #: number of steps until the loader gives the real one; no decay depends on it at step 0
 
 
 def make_schedule(optimizer: Optimizer, request: Request) -> Schedule:
-    """It learns from ``stretch`` how long the run is."""
+    """Return the schedule; ``stretch`` later sets the length of the run."""
     return Schedule(
         optimizer,
         decay=request.get("decay_scheme", request["learning_rate_decay_type"]),

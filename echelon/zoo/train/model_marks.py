@@ -1,4 +1,4 @@
-"""Marks from parameters: --stages, --split and --marks, put on the model that was built."""
+"""Mark the model according to the parameters --stages, --split and --marks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MAKERS: dict[str, Any] = {"pipeline": pipeline, "replicate": replicate, "split"
 
 
 def mark(model: nn.Module, entry: Model, request: Request) -> None:
-    """Put on ``model`` what the request says of stages and splits."""
+    """Annotate ``model`` with the stages and splits of the request."""
     marks = asked_marks(entry, request)
     if marks:
         annotate(model, marks)
 
 
 def asked_marks(entry: Model, request: Request) -> dict[str, list[Any]]:
-    """Return the marks that the request asks for, by the names of modules."""
+    """Return the marks of the request, by module name."""
     marks: dict[str, list[Any]] = {}
     for name, own in [*_split(entry, request["split"]), *_written(request["marks"])]:
         marks.setdefault(name, []).extend(own)
@@ -49,7 +49,7 @@ def _split(entry: Model, asked: str | None) -> list[tuple[str, list[Any]]]:
 
 
 def _written(marks: Any) -> list[tuple[str, list[Any]]]:
-    """``layers.0-3=stage(0);head=split()``, or the same as a mapping."""
+    """Parse ``layers.0-3=stage(0);head=split()``, or the equivalent mapping."""
     if marks is None:
         return []
     if isinstance(marks, str):
@@ -61,7 +61,7 @@ def _written(marks: Any) -> list[tuple[str, list[Any]]]:
 
 
 def _mark(text: str) -> Any:
-    """``stage(0)``, ``split('row')``: a call of one of four functions with plain values; read, not run."""
+    """Parse ``stage(0)`` or ``split('row')``: a call of one of four functions with literals; no code is evaluated."""
     try:
         call = ast.parse(str(text).strip(), mode="eval").body
         assert isinstance(call, ast.Call)

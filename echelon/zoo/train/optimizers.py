@@ -1,4 +1,4 @@
-"""Optimizers by name, with the parameters of the command."""
+"""Build an optimizer by name, with the parameters of the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from echelon.optim import FTRL, LAMB, LARS
 from echelon.zoo.entry import Request
 
-RMSPROP_EPSILON = 1.0  #: as the users of its name know it: TensorFlow's inception training has it
+RMSPROP_EPSILON = 1.0  #: the value in TensorFlow's inception training
 
 
 def make_optimizer(model: nn.Module, request: Request) -> Optimizer:
@@ -20,7 +20,7 @@ def make_optimizer(model: nn.Module, request: Request) -> Optimizer:
 
 
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Weights decay, biases and norms do not: they have one dimension."""
+    """Return parameter groups: weights with decay; biases and norms, which have one dimension, without it."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay},
@@ -71,7 +71,7 @@ def _adamw(groups: Any, request: Request) -> Optimizer:
 
 
 def _ftrl(groups: Any, request: Request) -> Optimizer:
-    return FTRL(  # it has l1 and l2 in place of a decay
+    return FTRL(  # FTRL has l1 and l2 instead of weight decay
         [p for group in groups for p in group["params"]],
         lr=request["learning_rate"],
         lr_power=request["ftrl_learning_rate_power"],

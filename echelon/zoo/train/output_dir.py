@@ -1,4 +1,4 @@
-"""The folder that a run leaves its checkpoints, metrics and timelines in."""
+"""The output directory of a run, with its checkpoints, metrics and timelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def output_directory(resolved: TrainConfig) -> Path:
 
 
 def forget(directory: Path) -> None:
-    """Remove what an earlier run left there, and nothing else."""
+    """Remove the output of an earlier run, and no other files."""
     for name in ("checkpoints", "tensorboard", "timeline"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in ("metrics.jsonl", EVALUATIONS):

@@ -1,4 +1,4 @@
-"""The parameters as a table for docs/zoo.md: ``python -m echelon.zoo.train.parameter_table`` prints it."""
+"""Print the parameters as a table for docs/zoo.md: ``python -m echelon.zoo.train.parameter_table``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The parameters of ``echelon train`` that all models and data sets share, under names that earlier systems gave them.
+"""The parameters of ``echelon train`` that all models and data sets share, with the names of earlier systems.
 
-The table in docs/zoo.md is made from this one.
+The table in docs/zoo.md is generated from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TrainParameter(Setting):
 
 
 def _group(name: str, *rows: tuple[Any, ...]) -> list[TrainParameter]:
-    """Rows of (name, default, meaning) or (name, default, meaning, type)."""
+    """Return the parameters of a group, from rows of (name, default, meaning) or (name, default, meaning, type)."""
     return [
         TrainParameter(group=name, **dict(zip(("name", "default", "meaning", "kind"), row, strict=False)))
         for row in rows

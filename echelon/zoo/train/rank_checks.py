@@ -1,4 +1,4 @@
-"""Checks that depend on the number of ranks, made before any of them starts."""
+"""Checks that depend on the number of ranks, done before any rank starts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from echelon.zoo.train.resolve import TrainConfig
 
 
 def check_ranks(resolved: TrainConfig, ranks: int) -> None:
-    """Refuse a layout that does not fit ``ranks``, with the line that each rank would end with."""
+    """Raise UsageError if the layout does not fit ``ranks``; otherwise each rank would fail with the same line."""
     if resolved["profile_every_n_iters"]:
         check_profiled_rank(resolved["profile_at_task"], ranks)
     if resolved.model.runner == OWN_RUNNER or resolved.strategy.get("auto"):
-        return  # a class may carry marks of its own, and a planner finds its own layout
+        return  # a user's class may contain marks, and the planner chooses the layout itself
     marks = [mark for own in asked_marks(resolved.model, resolved.request).values() for mark in own]
     pipeline = next((mark for mark in marks if isinstance(mark, Pipeline)), None)
     stages = max([1 + mark.index for mark in marks if isinstance(mark, Stage)], default=resolved["stages"])

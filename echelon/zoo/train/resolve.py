@@ -1,4 +1,4 @@
-"""From words and a file to a run: every parameter with its value and where it came from, checked."""
+"""Resolve command-line arguments and a config file to the checked parameters of a run, each with its origin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ class ResolvedValue:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run in all its parameters. ``strategy`` is what was asked of it, as a dict of plain values."""
+    """All parameters of a run.
+
+    values:   values by parameter name, each with its origin
+    strategy: options of the Strategy, as plain values
+    launch:   options of the launcher
+    """
 
     model: Model
     dataset: Dataset
@@ -39,12 +44,12 @@ class TrainConfig:
         return self.values[name].value
 
     def is_user_set(self, name: str) -> bool:
-        """Whether the user has said it, by flag or file."""
+        """Return True if the user set the parameter, by flag or file."""
         return self.values[name].origin not in (DEFAULT, "model", "data set")
 
     @property
     def task(self) -> str:
-        """The first thing the model can learn that the data set can feed; or what was asked for."""
+        """The requested task, or else the first task of the model for which the data set provides batches."""
         able = self.model.tasks.get(self["task_type"], ())
         both = [task for task in able if task in self.dataset.tasks]
         asked = self["task"]
@@ -67,11 +72,11 @@ class TrainConfig:
         return f"{self.model.name} on '{self.dataset.name}'"
 
     def with_value(self, name: str, value: Any) -> TrainConfig:
-        """The same, with what a parameter has turned out to mean."""
+        """Return a copy with another value of a parameter, of the same origin."""
         return replace(self, values={**self.values, name: ResolvedValue(value, self.values[name].origin)})
 
     def told(self, data: Data) -> TrainConfig:
-        """With what the data set says of itself. It never overrules the user: what differs is an error."""
+        """Return a copy with the facts of the data set; raise UsageError if one differs from a value of the user."""
         values = dict(self.values)
         for name, fact in data.facts.items():
             if name in values and self.is_user_set(name) and values[name].value != fact:
@@ -86,7 +91,10 @@ class TrainConfig:
 
 
 def resolve(words: TrainArguments) -> TrainConfig:
-    """What the words and the file they name ask for, over the defaults of data set and model, over the common ones."""
+    """Resolve the parameters of a run.
+
+    The order of precedence is: flags, the config file, defaults of the data set, of the model, and common defaults.
+    """
     flags = dict(words.run)
     path = flags.pop("config", None)
     from_file = _read(path) if isinstance(path, str) else {}
@@ -101,14 +109,14 @@ def resolve(words: TrainArguments) -> TrainConfig:
             values[name] = ResolvedValue(_typed(settings, name, text, model, dataset), origin)
     resolved = TrainConfig(model, dataset, values, strategy, launch)
     if resolved.is_user_set("num_epochs") and not resolved.is_user_set("stop_at_step"):
-        values["stop_at_step"] = ResolvedValue(0, "num_epochs")  # who asks for epochs does not mean the first 100 steps
+        values["stop_at_step"] = ResolvedValue(0, "num_epochs")  # the default of 100 steps must not limit the epochs
     _check(resolved)
     _check_given(resolved, settings)
     return resolved
 
 
 def with_sizes(resolved: TrainConfig, sizes: Mapping[str, Any], origin: str) -> TrainConfig:
-    """Settings of the model that a file beside the weights states. The user may not contradict it unknowingly."""
+    """Return a copy with the model sizes of a file beside the weights; raise UsageError if the user set others."""
     values = dict(resolved.values)
     for name, size in sizes.items():
         if name not in values:
@@ -130,7 +138,7 @@ def _read(path: str) -> dict[str, Any]:
 def _sorted_file(
     given: Mapping[str, Any], words: TrainArguments
 ) -> tuple[dict[str, Any], dict[str, str | bool], dict[str, Any]]:
-    """Strategy, launcher's options and the rest: of the file, with the words on top."""
+    """Return strategy options, launcher options and the rest of the file; flags override the first two."""
     from echelon.cli.launcher_options import launcher_options
 
     own = {name.replace("-", "_"): value for name, value in given.items()}
@@ -148,7 +156,7 @@ def _sorted_file(
 
 
 def _chosen(flags: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[Model, Dataset]:
-    """Which model and which data set: they decide which other parameters there are."""
+    """Return the model and the data set, which determine the other parameters."""
 
     def asked(name: str) -> Any:
         return flags.get(name, written.get(name))
@@ -171,7 +179,7 @@ def _common() -> dict[str, Setting]:
 
 
 def _settings(model: Model, dataset: Dataset) -> dict[str, Setting]:
-    """All parameters of a run; where model and data set have one of the same name, the model's default holds."""
+    """Return all parameters of a run; if model and data set have one of the same name, the model's is used."""
     return {**_common(), **{own.name: own for own in (*dataset.settings, *model.settings)}}
 
 
@@ -187,13 +195,13 @@ def _typed(settings: Mapping[str, Setting], name: str, given: Any, model: Model,
     for value in tried:
         if fits(value, kind):
             return float(value) if kind is float else value
-    if fits(str(given), kind):  # loss_scale: 128 in a file
+    if fits(str(given), kind):  # a number for a text parameter, such as loss_scale: 128 in a file
         return str(given)
     raise UsageError(f"--{name} {given}: expected {describe(kind)}")
 
 
 def _parsed(text: str, name: str) -> Any:
-    """A number, a switch or nothing where it reads so; YAML takes 1e-3 for text."""
+    """Parse text as a number, a bool or None, or return it unchanged; YAML alone would read 1e-3 as text."""
     if text in ("True", "False", "None", "none"):
         return {"True": True, "False": False}.get(text)
     try:
@@ -211,7 +219,7 @@ def _check_given(resolved: TrainConfig, settings: Mapping[str, Setting]) -> None
 
 
 def _check(resolved: TrainConfig) -> None:
-    """What no data and no device is needed to see."""
+    """Raise UsageError for errors that can be found without data and devices."""
     _ = resolved.task
     for name, least in _LEAST.items():
         value = resolved[name]

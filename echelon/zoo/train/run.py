@@ -1,8 +1,8 @@
-"""One rank's part of ``echelon train``: build what was resolved, train it, judge it, say how it went.
+"""One rank of ``echelon train``: build the model, train it, evaluate it and report the results.
 
     python -m echelon.zoo.train.run --model_name lenet --dataset_name digits
 
-is the command without its launcher: one process, or a rank of torchrun's, srun's or mpirun's.
+is the command without its launcher: one process, or a rank of torchrun, srun or mpirun.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from echelon.zoo.train.unused_parameters import overruled_decay, unused_shuffle_
 
 
 class TrainingRun:
-    """A training run; what hooks are given."""
+    """A training run on one rank; hooks get it as their ``run`` argument."""
 
     def __init__(self, resolved: TrainConfig) -> None:
-        self.results: dict[str, Any] = {}  #: what the last line says, beside the usual
+        self.results: dict[str, Any] = {}  #: further entries of the final JSON line
         self._reason: str | None = None
         self.directory = output_directory(resolved)
         self._resolve(resolved)
@@ -52,7 +52,7 @@ class TrainingRun:
         self._stopwatch = Stopwatch(self.engine.world.device, total)
         self._loss: Tensor | None = None
 
-    # ---- what hooks use ----
+    # ---- the interface of hooks ----
 
     @property
     def steps(self) -> int:
@@ -60,7 +60,7 @@ class TrainingRun:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps in all, where that is known: of all epochs, or until it stops."""
+        """The number of steps of the run, limited by epochs and ``stop_at_step``; None if it is not known."""
         limit: int | None = self.request["stop_at_step"] or None if self._hooks.stops_at_step else None
         whole = self.loader.total_steps
         return min(limit, whole) if limit and whole else limit or whole
@@ -69,11 +69,11 @@ class TrainingRun:
         self.engine.say(line)
 
     def stop(self, reason: str) -> None:
-        """End after this step. All ranks must call it at the same step."""
+        """Stop the run after this step; all ranks must call this at the same step."""
         self._reason = reason
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over the test part; empty where there is none."""
+        """Return loss and metrics over the test part; empty if there is none."""
         if self.data.test is None:
             return {}
         with self._stopwatch.paused():
@@ -84,7 +84,7 @@ class TrainingRun:
     # ---- the run ----
 
     def train(self) -> None:
-        """Steps until a hook stops the run or its epochs are over."""
+        """Train until a hook stops the run or its epochs are done."""
         self._hooks.begin(self)
         epochs = self.loader.epochs(self.request["num_epochs"])
         while self._reason is None and next(epochs, None) is not None:
@@ -115,7 +115,7 @@ class TrainingRun:
             ) from None
 
     def _conclude(self, speed: float | None) -> None:
-        """Judge, save and say it; the last line is for scripts."""
+        """Evaluate, save and print the results; the last line is JSON for scripts."""
         trained = None if self._loss is None else float(self._loss)
         judged = self.evaluate()
         saved = self.engine.save(wait=True)
@@ -138,7 +138,7 @@ class TrainingRun:
             "steps": self.steps,
             "checkpoint": str(saved),
             "metrics": str((self.directory / "metrics.jsonl").absolute()),
-            **{name: value for name, value in self.results.items() if name != "evaluations"},  # they have a file
+            **{name: value for name, value in self.results.items() if name != "evaluations"},  # these are in a file
         }
 
     # ---- building ----
@@ -182,13 +182,13 @@ class TrainingRun:
         return restore(model, weights).lines()
 
     def _announce(self) -> None:
-        """Said before the engine is made: it goes on from a checkpoint, and says so after this."""
+        """Print parameters and data, before the engine is created, because the engine reports a resume afterwards."""
         if not echelon.is_first_worker():
             return
         for line in (*resolved_lines(self.resolved, self.directory), f"  data: {self.data.about}"):
             print(f"echelon: {line}", flush=True)
         if self.request["print_model_statistics"]:
-            rows = getattr(self.data.train, "padded", self.data.train)  # two packed ones are mostly filling
+            rows = getattr(self.data.train, "padded", self.data.train)  # a packed batch of two is mostly padding
             batch = next(iter(Loader(rows, batch_size=2, shuffle=False, **self.data.loader)))
             found = statistics(self.model, batch, self.request["optimizer"], self.request["batch_size"])
             print(show(found), flush=True)
@@ -208,7 +208,7 @@ class TrainingRun:
             self.say(line)
         loader = train_loader(self.engine, self.request, self.data, self.request["batch_size"])
         self._waiting = InputWaitTimer()
-        loader.epochs(self.request["num_epochs"])  # so that it knows how many steps there are
+        loader.epochs(self.request["num_epochs"])  # so that the loader knows the number of steps
         return loader
 
     def _steps_per_epoch(self) -> int | None:
@@ -219,7 +219,7 @@ class TrainingRun:
 def main() -> None:
     resolved = resolve(sort_words(sys.argv[1:], {}))
     world = echelon.init(seed=resolved["seed"])
-    if resolved["fresh"]:  # 'echelon train' has done it before it started any rank
+    if resolved["fresh"]:  # 'echelon train' does this itself before it starts any rank
         if world.size > 1:
             raise UsageError("--fresh is for 'echelon train'; under another launcher remove output_dir by hand")
         forget(output_directory(resolved))

@@ -1,4 +1,4 @@
-"""What a run says of itself: its parameters and where they came from at the start, one JSON object at the end."""
+"""Format the output of a run: its parameters and their origin at the start, one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.zoo.train.resolve import DEFAULT, TrainConfig
 
 
 def resolved_lines(resolved: TrainConfig, directory: Path) -> list[str]:
-    """Return a line a parameter that was chosen, with who chose it, and one line for those left at their defaults."""
+    """Return one line per non-default parameter, with its origin, and one line for those with default values."""
     chosen = {name: value for name, value in resolved.values.items() if value.origin != DEFAULT}
     width = max((len(name) for name in [*chosen, *resolved.strategy]), default=0)
     lines = [f"{resolved.model.name} on '{resolved.dataset.name}', task '{resolved.task}'"]
@@ -27,7 +27,7 @@ def resolved_lines(resolved: TrainConfig, directory: Path) -> list[str]:
 
 
 def recorded_settings(resolved: TrainConfig) -> dict[str, tuple[Any, str]]:
-    """The same for run.json: every parameter's value and who chose it."""
+    """Return value and origin of every parameter, for run.json."""
     values = {name: (value.value, value.origin) for name, value in resolved.values.items()}
     return values | {name: (value, "strategy") for name, value in resolved.strategy.items()}
 
@@ -37,7 +37,7 @@ def _shown(value: Any) -> str:
 
 
 def final_line(results: Mapping[str, Any]) -> str:
-    """One JSON object; numbers that are none (NaN) become null, which JSON has."""
+    """Return the results as one JSON object; NaN and infinity, which JSON lacks, become null."""
     return json.dumps({name: _plain(value) for name, value in results.items()})
 
 

@@ -1,7 +1,7 @@
-"""Statistics: what a model consists of and costs, layer by layer, found on placeholders: nothing is computed.
+"""Statistics of a model: parameters, multiply-adds and memory of each layer, found with fake tensors.
 
-Multiply-adds are those of products, convolutions and attention in one forward pass of one sample, in evaluation mode,
-as papers count them. Activations are what a training step keeps for its backward pass.
+Multiply-adds are those of matrix products, convolutions and attention in one forward pass of one sample, in evaluation
+mode, as papers count them. Activations are the tensors that a training step keeps for its backward pass.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from echelon.plan.saved_bytes import SavedBytes, forget
 from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.planner.profiling.kernel_costs import TracedOperation, kind_of, launches_of
 
-#: Samples of a pass. An odd prime, so that a dimension that is a multiple of it is most likely the batch's.
+#: Number of samples of a pass. It is an odd prime, so a dimension that is a multiple of it is most likely the batch.
 SAMPLES = 3
 
-#: Tensors of a parameter's shape that an optimizer keeps for it, with the defaults of ``echelon train``.
+#: Number of state tensors per parameter of an optimizer, with the defaults of ``echelon train``.
 STATES = {
     "sgd": 0,
     "momentum": 1,
@@ -44,11 +44,11 @@ STATES = {
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """A module that has parameters of its own, or multiplies without being told by a part of it.
+    """A module that has parameters itself, or multiplies outside of its submodules.
 
-    shape:         of its output, ``n`` being the samples; None where no pass has reached it
-    parameters:    its own; a tied one counts where it is first
-    multiply_adds: its own, for a sample; None where no pass could be made
+    shape:         shape of its output, where ``n`` is the number of samples; None if the pass has not reached it
+    parameters:    number of its own parameters; a tied parameter counts at its first module
+    multiply_adds: number of its own multiply-adds per sample; None if the pass failed
     """
 
     name: str
@@ -60,11 +60,12 @@ class LayerStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStatistics:
-    """A model's layers, and in bytes what training takes.
+    """The layers of a model, and the memory of training in bytes.
 
-    activations: for one sample; None where no pass could be made, and ``reason`` says why
-    state:       of the optimizer; None where it is not known
-    samples:     of the batch whose memory is foretold
+    state:       bytes of optimizer state; None if not known
+    activations: bytes of activations per sample; None if the pass failed
+    samples:     number of samples of the batch whose memory is predicted
+    reason:      error of the pass, if it failed
     """
 
     rows: tuple[LayerStatistics, ...]
@@ -80,17 +81,18 @@ class ModelStatistics:
 
     @property
     def memory(self) -> int:
-        """Of a training step on such a batch, as far as it is known."""
+        """The memory of a training step with ``samples`` samples, without the parts that are not known."""
         return self.weights + self.gradients + (self.state or 0) + (self.activations or 0) * self.samples
 
 
 def statistics(
     model: nn.Module, batch: Any, optimizer: str | None = None, samples: int | None = None
 ) -> ModelStatistics:
-    """``batch`` is a task's, the target last. The model, which may be on the meta device, is left as it was.
+    """Return the statistics of a model, which may be on the meta device and is not changed.
 
-    optimizer: one of ``--optimizer``, for the size of its state
-    samples:   of the batch whose memory is foretold, where that is another than this one
+    batch:     batch of a task, with the target last
+    optimizer: name as in ``--optimizer``, for the size of its state
+    samples:   number of samples of the batch whose memory is predicted; default that of ``batch``
     """
     reason = ""
     inputs, given = tuple(batch)[:-1], count_samples(batch)
@@ -99,7 +101,7 @@ def statistics(
     try:
         few = tree_map(functools.partial(_resized, before=given), inputs)
         seen, kept = _pass(model, few), _kept(model, few)
-    except Exception as error:  # whatever the model's own code makes of placeholders
+    except Exception as error:  # the model's own code may raise anything on fake tensors
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     rows = tuple(_rows(model, seen))
     trained = [value for value in model.parameters() if value.requires_grad]
@@ -119,7 +121,7 @@ def statistics(
     )
 
 
-# ---- a pass on placeholders ----
+# ---- a pass on fake tensors ----
 
 
 @dataclass
@@ -140,7 +142,7 @@ def _pass(model: nn.Module, inputs: tuple[Any, ...]) -> _ModuleCounts:
 
 
 def _kept(model: nn.Module, inputs: tuple[Any, ...]) -> int:
-    """Bytes that a training pass keeps for backward, for one sample."""
+    """Return the bytes that a training pass keeps for backward, per sample."""
     shadow = _shadow(model)
     saved = SavedBytes((*shadow.parameters(), *shadow.buffers()), keep=forget)
     with placeholder_mode(), allow_real_tensors(), preserve_rng_state(), torch.enable_grad(), saved:
@@ -150,7 +152,7 @@ def _kept(model: nn.Module, inputs: tuple[Any, ...]) -> int:
 
 
 class _MultiplyAddCounter(OperationMode):  # type: ignore[no-untyped-call]
-    """Counts for the innermost module that is running."""
+    """Counts multiply-adds for the innermost running module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +180,7 @@ class _MultiplyAddCounter(OperationMode):  # type: ignore[no-untyped-call]
 
 
 def _shadow(model: nn.Module) -> nn.Module:
-    """A copy that holds nothing, in training mode. Its tables, whose rows are elsewhere, look nothing up."""
+    """Return a copy on fake tensors, in training mode, whose sparse tables return empty rows without a lookup."""
     shadow = FakeModel(model, ()).model
     for module in shadow.modules():
         if isinstance(module, SparseEmbedding):
@@ -230,11 +232,11 @@ def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-# ---- in words ----
+# ---- text ----
 
 
 def show(found: ModelStatistics) -> str:
-    """A table of layers, and the sums below it."""
+    """Return a table of layers with the sums below it."""
     head = ("layer", "kind", "output", "parameters", "multiply-adds", "share")
     lines = [head, *(_line(row, found.multiply_adds) for row in found.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
@@ -256,7 +258,7 @@ def _line(row: LayerStatistics, total: int | None) -> tuple[str, ...]:
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Words to the left, numbers to the right."""
+    """Yield the cells padded: text is left-aligned, numbers are right-aligned."""
     for column, (word, width) in enumerate(zip(line, widths, strict=True)):
         yield word.ljust(width) if column < 3 else word.rjust(width)
 

@@ -1,4 +1,4 @@
-"""How many examples a second a run trains: without its start, and without what is not training."""
+"""Measure the training throughput in examples per second, without the start and without evaluations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-WARM_UP = 10  #: steps that are not counted: memory is found, kernels are chosen, a model is compiled
+WARM_UP = 10  #: first steps that are not counted: they allocate memory, select kernels and compile the model
 
 
 class Stopwatch:
@@ -33,11 +33,11 @@ class Stopwatch:
             self._paused += self._now() - begin
 
     def examples_per_s(self) -> float | None:
-        """None where no step was counted."""
+        """Return the throughput; None if no step was counted."""
         seconds = self._now() - self._since - self._paused
         return self._examples / seconds if self._examples and seconds > 0 else None
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what was asked of a GPU is not done yet
+            torch.cuda.synchronize(self._device)  # kernels run asynchronously
         return time.perf_counter()

@@ -1,4 +1,4 @@
-"""The strategy of a run: what was asked of it, and what common parameters ask by other names."""
+"""Build the Strategy of a run from strategy options and from common parameters with other names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.zoo.train.unused_parameters import unused_loss_scale
 
 
 def asked_strategy(resolved: TrainConfig) -> Strategy:
-    """What the user asks for, refused where it does not fit together."""
+    """Return the strategy that the user requested; raise UsageError if options conflict."""
     asked = Strategy.from_dict(_values(resolved))
     shard = asked.part(Shard)
     cutting = {
@@ -28,7 +28,7 @@ def asked_strategy(resolved: TrainConfig) -> Strategy:
         "--shard 3": shard and shard.level == 3,
     }
     named = next((flag for flag, is_on in cutting.items() if is_on), None)
-    if resolved["compile"] and named:  # what is compiled is one piece: its layers cannot be told apart any more
+    if resolved["compile"] and named:  # a compiled model is one graph, whose layers cannot be separated
         raise UsageError(f"--compile does not go with {named}, which takes the model apart; leave one of them out")
     return asked
 
@@ -40,7 +40,7 @@ def _values(resolved: TrainConfig) -> dict[str, Any]:
             raise UsageError("--max_gradient_norm and --clip are one thing; give one of them")
         values["clip"] = resolved["max_gradient_norm"]
     if not resolved["use_fp16"]:
-        values.setdefault("amp", False)  # left open, a GPU would take bf16 by itself
+        values.setdefault("amp", False)  # if unset, bf16 is the default on a GPU
     if resolved.is_user_set("compile"):
         fast = values.get("fast")
         values["fast"] = {**(fast if isinstance(fast, Mapping) else {}), "compile": resolved["compile"]}
@@ -60,7 +60,7 @@ def _is_fp16(amp: Any) -> bool:
 
 
 def _scaled(amp: Any, scale: str) -> dict[str, Any]:
-    """Return amp with ``--loss_scale``."""
+    """Return the settings of amp with ``--loss_scale``."""
     settings = dict(amp) if isinstance(amp, Mapping) else {"dtype": amp}
     if settings.get("loss_scale") is not None:
         raise UsageError("--loss_scale and --amp.loss_scale are one thing; give one of them")
@@ -68,17 +68,17 @@ def _scaled(amp: Any, scale: str) -> dict[str, Any]:
 
 
 def _is_only_advised(resolved: TrainConfig) -> bool:
-    """A norm that the model advises gives way to a plan, which says all about a step."""
+    """Return True if ``max_gradient_norm`` is only the model's default and a plan or ``clip`` overrides it."""
     return not resolved.is_user_set("max_gradient_norm") and (plans(resolved) or "clip" in resolved.strategy)
 
 
 def plans(resolved: TrainConfig) -> bool:
-    """Whether a plan that was found cuts the model, as it sees fit."""
+    """Return True if a plan, saved or found by ``auto``, decides how the model is partitioned."""
     return PLAN in os.environ or resolved.strategy.get("auto") not in (None, False)
 
 
 def make_strategy(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[str]]:
-    """The strategy, and what is to be said about it."""
+    """Return the strategy, and lines to print about it."""
     strategy, notices = _made(resolved, device)
     return strategy, [*notices, *unused_loss_scale(resolved, strategy)]
 
@@ -104,7 +104,7 @@ def _made(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[s
 
 
 def _sixteen_bits(loss_scale: str) -> Any:
-    """bf16, which needs no loss scale; fp16 on GPUs without it."""
+    """Return the value of ``amp``: bf16, which needs no loss scale, or fp16 on GPUs without bf16."""
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
     if loss_scale == "dynamic":

@@ -1,4 +1,4 @@
-"""The words of ``echelon train``, sorted: what is for the launcher, for the strategy, and for the run itself.
+"""Sort the arguments of ``echelon train`` into those of the launcher, of the strategy and of the run itself.
 
 Names are written with _ or -, values after a space or =. A switch needs no value: --fresh, --amp, --recompute.
 """
@@ -18,19 +18,22 @@ STRATEGY_OPTIONS = tuple(field.name for field in dataclasses.fields(Strategy))
 
 @dataclass
 class TrainArguments:
-    """Each is name to text; True where the name stood alone."""
+    """The sorted arguments: text by name, or True for a name without a value."""
 
     run: dict[str, str | bool] = field(default_factory=dict)
     strategy: dict[str, str | bool] = field(default_factory=dict)
     launch: dict[str, str | bool] = field(default_factory=dict)
 
     def again(self) -> list[str]:
-        """As words once more, for the processes that are launched: without what was the launcher's."""
+        """Return the arguments for the launched processes, without those of the launcher."""
         return [_word(name, value) for name, value in {**self.run, **self.strategy}.items()]
 
 
 def sort_words(words: Sequence[str], of_launcher: Mapping[str, bool]) -> TrainArguments:
-    """of_launcher: the launcher's options, and whether each takes a value."""
+    """Sort the arguments; raise UsageError if one is no ``--name`` or is given twice.
+
+    of_launcher: options of the launcher, with True for those that take a value
+    """
     sorted_words, rest = TrainArguments(), list(words)
     while rest:
         word = rest.pop(0)

@@ -1,4 +1,4 @@
-"""Lines for parameters that were given and have no effect in this run: each says why, and what would have one."""
+"""Lines about given parameters that have no effect in this run, with the reason and an alternative."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.zoo.train.resolve import TrainConfig
 
 
 def unused_loss_scale(resolved: TrainConfig, strategy: Strategy) -> Iterator[str]:
-    """Yield a line where ``--loss_scale`` was given and nothing is scaled. A scale of 1 is none anyway."""
+    """Yield a line if ``--loss_scale`` was given, is not 1, and the loss is not scaled."""
     scale, amp = resolved["loss_scale"], strategy.part(Amp)
     if not resolved.is_user_set("loss_scale") or (scale != "dynamic" and float(scale) == 1):
         return
@@ -25,7 +25,7 @@ def unused_loss_scale(resolved: TrainConfig, strategy: Strategy) -> Iterator[str
 
 
 def unused_shuffle_buffer(resolved: TrainConfig, train: Any) -> Iterator[str]:
-    """Yield a line where ``--shuffle_buffer_size`` was given and the data is no stream."""
+    """Yield a line if ``--shuffle_buffer_size`` was given and the data is not a stream."""
     if not resolved.is_user_set("shuffle_buffer_size") or is_stream(train):
         return
     way, size = "block by block" if is_blocked(train) else "as a whole", resolved["shuffle_buffer_size"]
@@ -34,7 +34,7 @@ def unused_shuffle_buffer(resolved: TrainConfig, train: Any) -> Iterator[str]:
 
 
 def overruled_decay(resolved: TrainConfig) -> Iterator[str]:
-    """Yield a line where two ways of decay were given."""
+    """Yield a line if two kinds of decay were given."""
     scheme, kind = resolved["decay_scheme"], resolved["learning_rate_decay_type"]
     if scheme is not None and resolved.is_user_set("learning_rate_decay_type"):
         yield f"decay_scheme: {scheme} is used, and learning_rate_decay_type {kind} is not; give one of them"

@@ -1,1 +1,1 @@
-"""Pictures as geometry, from data alone: the page only writes down where things are."""
+"""Figures as geometry, computed from data alone; the templates only write the coordinates."""

@@ -1,6 +1,6 @@
-"""Curves as geometry: from points to a path of at most some thousand places, in which every spike is still there.
+"""Line charts as geometry: converts points to SVG paths of limited length that keep every spike.
 
-A picture is ``WIDTH`` wide, whatever the browser makes of that, and ``HEIGHT`` pixels high.
+A chart is ``WIDTH`` units wide, which the browser scales to the page, and ``HEIGHT`` pixels high.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-#: Of a curve on the page: more are neither seen nor quick.
+#: Largest number of points of a curve on the page: more would not be visible, and would be slow.
 MOST_POINTS = 2000
 WIDTH, HEIGHT = 1000.0, 220.0
-#: Air above and below, so that a curve's ends are seen.
+#: Space above and below the curve in pixels, so that its extremes are visible.
 MARGIN = 8.0
-#: Where the highest is so much more than the middle, a straight scale would show one spike and a flat line.
+#: Ratio of maximum to median above which the scale is logarithmic: a linear one would show one spike and a flat line.
 SPIKY = 50.0
-#: Points of a curve that are still shown each.
+#: Largest number of points of a curve that are drawn as dots.
 MOST_DOTS = 100
 
-Point = tuple[float, float | None]  #: None: there is no number here (nan), and the curve has a gap
+Point = tuple[float, float | None]  #: (x, y); y is None for NaN: the curve has a gap there
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most ``most`` of them: of every stretch the lowest, the highest, and a gap where it has one."""
+    """Reduce the points to at most ``most``: of every interval the lowest, the highest, and a gap if there is one."""
     if len(points) <= most:
         return list(points)
     each = 3 if any(y is None for _, y in points) else 2
@@ -49,20 +49,20 @@ def _extremes(stretch: Sequence[Point]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Scale:
-    """From ``low`` to ``high``, straight or logarithmic."""
+    """A linear or logarithmic scale from ``low`` to ``high``."""
 
     low: float
     high: float
     log: bool = False
 
     def part(self, value: float) -> float:
-        """0 at its low end, 1 at its high end."""
+        """Return the position of a value: 0 at the low end, 1 at the high end."""
         if self.log:
             return (math.log(max(value, self.low)) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Round values inside of it."""
+        """Return about ``count`` round values within the scale."""
         if self.log:
             powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
             found = [10.0**power for power in powers]
@@ -75,13 +75,17 @@ class Scale:
 
 
 def _round(step: float) -> float:
-    """The next of 1, 2 and 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
 def scale_for(values: Iterable[float], log: bool = False, zero: bool = False) -> Scale:
-    """Around all of them; ``zero``: from zero on. What is all the same lies in the middle."""
+    """Return a scale for all values; equal values lie in the middle.
+
+    log:  True for a logarithmic scale; default False
+    zero: True to begin at zero, if no value is negative; default False
+    """
     values = list(values)
     low, high = min(values), max(values)
     if log:
@@ -104,7 +108,13 @@ def is_spiky(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Series:
-    """name: as its legend has it; kind: a CSS class; pale: it no longer counts; dots: each point is shown"""
+    """The data of one curve.
+
+    name: name in the legend
+    kind: CSS class
+    pale: True for a curve that is no longer valid; default False
+    dots: True to draw a dot for each point; default False
+    """
 
     name: str
     kind: str
@@ -115,7 +125,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Curve:
-    """path: a line through its points; dots: each of them, where there are few enough to tell them apart"""
+    """A curve as geometry.
+
+    path: SVG path of the line
+    dots: SVG path of the dots; "" if there are none, or too many points
+    """
 
     series: Series
     points: list[Point]
@@ -125,8 +139,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """key: its name on the page, unique; x, y: what the axes are
-    gaps: where there is no number, in percent, and what is said there; lines: vertical ones (restarts)
+    """A chart as geometry.
+
+    key:        unique name on the page
+    x, y:       names of the axes
+    across, up: horizontal and vertical scale
+    gaps:       (position in percent, text) of points that are not a number
+    lines:      (position in percent, text) of vertical lines (restarts)
+    zero:       True if the vertical scale begins at zero; default False
     """
 
     key: str
@@ -151,7 +171,7 @@ class Chart:
 
     @property
     def data(self) -> dict[str, object]:
-        """What the page's script draws from: nan is null, figures have as many digits as can be seen."""
+        """The data for the page's script: NaN is null, and numbers have six significant digits."""
         return {
             "x": self.x,
             "y": self.y,
@@ -180,7 +200,14 @@ def chart(
     zero: bool = False,
     restarts: Sequence[float] = (),
 ) -> Chart | None:
-    """None where there is nothing to draw."""
+    """Return the chart of some series; None if they have no values.
+
+    key:      unique name on the page
+    y:        name of the vertical axis
+    x:        name of the horizontal axis; default "step"
+    zero:     True to begin the vertical scale at zero; default False
+    restarts: positions of vertical lines
+    """
     kept = [(each, thin(each.points)) for each in series if any(value is not None for _, value in each.points)]
     if not kept:
         return None
@@ -203,13 +230,13 @@ def chart(
 
 def _curve(series: Series, points: list[Point], across: Scale, up: Scale) -> Curve:
     apart = [each for point in points for each in (point, (point[0], None))] if len(points) <= MOST_DOTS else []
-    alone = sum(value is not None for _, value in points) == 1  # no line leads to it: it would be a speck
+    alone = sum(value is not None for _, value in points) == 1  # without a line, the single point is hardly visible
     shown = path(apart, across, up) if series.dots or alone else ""
     return Curve(series, points, path(points, across, up), shown)
 
 
 def path(points: Sequence[Point], across: Scale, up: Scale) -> str:
-    """An SVG path: a line through all points, interrupted where there is no number. A point alone is a dot."""
+    """Return the SVG path of a line through all points, interrupted at None. A single point becomes a dot."""
     found, pen = [], False
     for x, y in points:
         if y is None:
@@ -222,11 +249,11 @@ def path(points: Sequence[Point], across: Scale, up: Scale) -> str:
 
 
 def _down(up: Scale, value: float) -> float:
-    """Pixels from the top."""
+    """Return the position of a value in pixels from the top."""
     return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * up.part(value)
 
 
-#: Marks of a chart; a run whose loss is nan from some step on has thousands.
+#: Largest number of gap marks per series: a run whose loss becomes NaN has thousands of gaps.
 MOST_GAPS = 60
 
 
@@ -238,14 +265,14 @@ def _gaps(kept: Sequence[tuple[Series, list[Point]]], across: Scale, x: str) -> 
 
 
 def figure(value: float) -> str:
-    """Four digits, and all of those before the point: ``0.01695``, ``12,345``, ``1.2e-07``."""
+    """Format a number with four significant digits, and all digits before the point: ``0.01695``, ``12,345``."""
     if value and not 1e-4 <= abs(value) < 1e9:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 9999.5 or value == int(value) else f"{value:.4g}"
 
 
 def labelled(scale: Scale) -> list[tuple[float, str]]:
-    """Its ticks, with as many digits as it takes to tell them apart, the same for all."""
+    """Return the ticks of a scale with labels, which have the number of digits needed to distinguish them."""
     values = scale.ticks()
     least = min((after - before for before, after in itertools.pairwise(values)), default=0.0)
     most = max(map(abs, values), default=0.0)

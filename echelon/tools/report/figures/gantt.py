@@ -1,4 +1,4 @@
-"""Who does what when, as rectangles: measured where there is a timeline, else as predicted, else as simulated."""
+"""Gantt charts of a step: measured if there is a timeline, predicted by the planner, or else simulated."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from echelon.strategy.annotations.marks import ScheduleName
 from echelon.tools.html.time_scale import TimeScale, make_time_scale, row_height
 from echelon.tools.report.run_files import RunFiles
 
-#: More rows are no picture any more.
+#: Largest number of ranks drawn.
 MOST_RANKS = 64
-#: Numbers are written into rectangles of at least this part of the width.
+#: Smallest width of a rectangle with a number in it, in percent of the chart's width.
 ROOM_FOR_NUMBER = 2.2
 
-#: Of the actions of a schedule.
+#: Names of the actions of a schedule.
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward, for what came in", "W": "backward, for the weights"}
-#: Of the spans of a timeline, in the order of the legend.
+#: Names of the span kinds of a timeline, in the order of the legend.
 KINDS = {
     "forward": "forward",
     "backward": "backward",
@@ -42,7 +42,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class GanttActivity:
-    """Something that a rank did; ``thin``: in the row below its own, where messages travel beside the work."""
+    """One activity of a rank.
+
+    number: micro-batch, as text; default ""
+    thin:   True to draw it in the thin row below the rank's row, for messages that overlap computation; default False
+    """
 
     rank: int
     kind: str
@@ -66,8 +70,14 @@ class GanttBlock:
 
 @dataclass(frozen=True)
 class Gantt:
-    """origin: measured, predicted or simulated; rows: (name, top, height); gap: where the middle is left out
-    left_out: how many ranks are not shown
+    """A Gantt chart as geometry.
+
+    origin:   measured, predicted or simulated
+    rows:     (name, top, height)
+    gap:      position of the omitted middle, in percent; None if nothing is omitted
+    shown:    number of activities drawn
+    events:   number of all activities
+    left_out: number of ranks not shown
     """
 
     origin: str
@@ -84,7 +94,7 @@ class Gantt:
 
 
 def gantts(gathered: RunFiles) -> list[Gantt]:
-    """The best first; a prediction beside a measurement is there to be compared."""
+    """Return the measured and the predicted chart, as far as they exist, or else a simulated one."""
     facts = gathered.run.facts
     found = [_measured(gathered.spans), _predicted(facts) if facts else None]
     there = [each for each in found if each is not None]
@@ -109,7 +119,7 @@ def _measured(spans: Mapping[int, Sequence[Span]]) -> Gantt | None:
 
 
 def typical_step(spans: Sequence[Span]) -> int | None:
-    """The one whose time is the middle of all; the first is left out where there are others."""
+    """Return the step of median duration; the first of several steps is not considered."""
     reach: dict[int, tuple[float, float]] = {}
     for span in spans:
         low, high = reach.get(span.step, (span.begin, span.end))
@@ -121,11 +131,11 @@ def typical_step(spans: Sequence[Span]) -> int | None:
 def _doings(rank: int, spans: Sequence[Span], step: int) -> Iterator[GanttActivity]:
     of_step = [span for span in spans if span.step == step and span.kind in KINDS]
     works = any(span.lane == DEVICE and span.kind != "communicate" for span in of_step)
-    main = DEVICE if works else HOST  # a GPU's host only hands out the work
+    main = DEVICE if works else HOST  # with a GPU, the host only launches the work
     staged = any("action" in span.more for span in of_step)
     for span in of_step:
         if staged and "phase" in span.more and span.kind in ("forward", "backward"):
-            continue  # it is all of the pipeline's time; its actions are there, and between them is the bubble
+            continue  # it covers the whole pipeline; the actions are drawn instead, with the bubble between them
         beside = span.lane == NETWORK or (span.lane == DEVICE and span.kind == "communicate")
         if beside or span.lane == main:
             micro = str(span.more.get("micro", "")) if "action" in span.more else ""
@@ -154,7 +164,7 @@ def _predicted(facts: RunMetadata) -> Gantt | None:
 
 
 def _simulated(facts: RunMetadata) -> Gantt | None:
-    """With forwards of one length and backwards of two: the shape of the schedule, not its times."""
+    """Simulate the schedule with backwards twice as long as forwards: the chart shows its shape, not its times."""
     schedule, stages = facts.schedule, len(facts.stages)
     if schedule is None or stages < 2 or schedule.name not in get_args(ScheduleName) or schedule.micro_batches > 4096:
         return None
@@ -187,7 +197,7 @@ def draw(doings: Sequence[GanttActivity], kinds: dict[str, str], origin: str, wo
     rows, end = _rows(doings), max(doing.end for doing in doings)
     scale = make_time_scale([(doing.begin, doing.end) for doing in doings], max(end, 1e-9), len(rows))
     inside = [doing for doing in doings if scale.shows(doing.begin, doing.end)]
-    inside.sort(key=lambda doing: (doing.begin, -doing.end))  # what lies inside another is drawn over it
+    inside.sort(key=lambda doing: (doing.begin, -doing.end))  # a nested activity is drawn over the outer one
     height = max(top + tall for top, tall in rows.values())
     return Gantt(
         origin,
@@ -205,7 +215,7 @@ def draw(doings: Sequence[GanttActivity], kinds: dict[str, str], origin: str, wo
 
 
 def _rows(doings: Sequence[GanttActivity]) -> dict[tuple[int, bool], tuple[float, float]]:
-    """(rank, thin) to (top, height)."""
+    """Return a mapping from (rank, thin) to (top, height), in pixels."""
     keys = sorted({(doing.rank, False) for doing in doings} | {(doing.rank, doing.thin) for doing in doings})
     height, top = row_height(len({rank for rank, _ in keys})), 0.0
     found = {}

@@ -1,4 +1,4 @@
-"""Which device does what: the ranks of every host, each with its place on the mesh and what it holds."""
+"""Figure of the placement: the ranks of every host, each with its mesh coordinates and its units."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from dataclasses import dataclass
 
 from echelon.observability.runlog.run_metadata import RankMetadata, RunMetadata, StageMetadata
 
-#: With more ranks than this, only their numbers are shown; with still more, not all of them.
+#: Largest number of ranks shown with text, and of ranks shown at all.
 MOST_WITH_WORDS, MOST_RANKS = 64, 1024
 
 
 @dataclass(frozen=True)
 class DeviceTile:
-    """place: along the axes that have more than one; colour: of its first stage, or 0; units: what it runs, in words"""
+    """One rank in the figure.
+
+    place:  coordinates along mesh axes of size above 1, as text
+    colour: color index of the rank's first stage, 0 without stages
+    units:  units that the rank runs, as text
+    """
 
     rank: int
     device: str
@@ -35,7 +40,12 @@ class HostTiles:
 
 @dataclass(frozen=True)
 class PlacementFigure:
-    """unknown: ranks that have not said where they are: workers of parameter servers alone do not meet"""
+    """The placement of all ranks.
+
+    words:    True if tiles show text
+    left_out: number of ranks not shown
+    unknown:  number of ranks without a known host; workers that use only parameter servers do not exchange it
+    """
 
     hosts: list[HostTiles]
     words: bool
@@ -44,7 +54,7 @@ class PlacementFigure:
 
 
 def placement(facts: RunMetadata) -> PlacementFigure | None:
-    """None where the run has not said where its ranks are."""
+    """Return the figure; None if the hosts of the ranks are not known."""
     ranks = sorted(facts.ranks, key=lambda rank: rank.rank)
     if not ranks:
         return None
@@ -65,6 +75,6 @@ def _device(rank: RankMetadata, facts: RunMetadata) -> DeviceTile:
 
 
 def units_in_words(stages: Sequence[StageMetadata]) -> str:
-    """``embed to layers.5; layers.12 to layers.17``."""
+    """Return text such as ``embed to layers.5; layers.12 to layers.17``."""
     spans = [stage.units for stage in stages if stage.units]
     return "; ".join(units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}" for units in spans)

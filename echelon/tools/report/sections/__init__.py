@@ -1,1 +1,1 @@
-"""The parts of the page, each from what a run has written down to what is said of it."""
+"""The sections of the page: each turns the records of a run into text, tables and figures."""

@@ -1,4 +1,4 @@
-"""Tables of the page, also those that say in figures what a chart shows."""
+"""Tables of the page, including those with sample values of a chart."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from dataclasses import dataclass
 
 from echelon.tools.report.figures.curves import Chart, Curve, figure
 
-#: Rows of a chart's table.
+#: Number of rows of a chart's table.
 SAMPLES = 12
 
 
 @dataclass(frozen=True)
 class HtmlTable:
-    """caption: what it is, for those who do not see it; right: columns of figures; marked: a row that stands out"""
+    """A table of the page.
+
+    caption: description for screen readers
+    right:   indices of right-aligned columns (numbers)
+    marked:  index of the highlighted row; default None
+    """
 
     caption: str
     head: tuple[str, ...]
@@ -24,7 +29,10 @@ class HtmlTable:
 
 
 def sampled(chart: Chart) -> HtmlTable:
-    """Some places of a chart, from its beginning to its end, and each curve's last value there, as far as it goes."""
+    """Return a table of each curve's last value at some positions, from the beginning to the end of a chart.
+
+    A cell is empty before a curve begins, and after it ends if the curve is a line.
+    """
     places = sorted({x for curve in chart.curves for x, _ in curve.points})
     last = len(places) - 1
     chosen = sorted({round(place * last / (SAMPLES - 1)) for place in range(SAMPLES)})
@@ -36,7 +44,7 @@ def sampled(chart: Chart) -> HtmlTable:
 
 
 def _heading(curve: Curve, chart: Chart) -> str:
-    """What is evaluated now and then stands beside steps in which it was not."""
+    """Return a curve's column heading, with "last" for dots: these have no value in most steps of the other curves."""
     return f"{curve.series.name} last" if curve.series.dots and len(chart.curves) > 1 else curve.series.name
 
 

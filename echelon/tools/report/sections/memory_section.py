@@ -1,4 +1,4 @@
-"""Memory: what every rank held at most, what it was made of, what was expected, and what would save some."""
+"""Section about memory: peak of every rank, its composition, the prediction, and possible savings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from echelon.tools.html.bars import BarSegment, stacked
 from echelon.tools.report.sections.html_table import HtmlTable
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
-#: Bars and modules that are shown.
+#: Largest number of bars and of modules shown.
 MOST_BARS, MOST_MODULES = 64, 40
 
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """A device's memory as a bar; ``limit``: where its line goes."""
+    """The memory of a device as a bar.
+
+    limit: position of the line that marks the device's memory, in percent; None: no line
+    over:  True if the bar exceeds the device's memory
+    """
 
     name: str
     words: str
@@ -38,7 +42,11 @@ class MemoryBarGroup:
 
 @dataclass(frozen=True)
 class MemorySection:
-    """moment: the fullest rank's; notes: what the figures do not tell"""
+    """The data of the memory section.
+
+    moment: sentence about the peak of the fullest rank
+    notes:  limitations of the figures
+    """
 
     bars: list[MemoryBarGroup]
     moment: str
@@ -67,13 +75,13 @@ def _moment(footprint: Footprint | None) -> str:
 
 
 def _whose(footprint: Footprint) -> str:
-    """``ranks 0 and 2 (stage 0)``; what says nothing of it was written by rank 0."""
+    """Return text such as ``ranks 0 and 2 (stage 0)``; a footprint without ranks is that of rank 0."""
     ranks = ranks_in_words(footprint.ranks or (0,))
     return f"{ranks} ({footprint.place})" if footprint.place else ranks
 
 
 def _footprint(footprint: Footprint | None) -> MemoryBarGroup | None:
-    """Of every kind of rank, where they differ."""
+    """Return the bars of the footprint, one for each group of ranks with different footprints."""
     every = [] if footprint is None else list(footprint.each or (footprint,))
     there = [
         (_whose(one), {name: float(value) for name, value in one.kinds.items() if value > 0}, 0.0)
@@ -106,7 +114,7 @@ def _predicted(run: Run) -> MemoryBarGroup | None:
 
 
 def _bars(title: str, there: Sequence[tuple[str, Mapping[str, float], float]]) -> MemoryBarGroup:
-    """To one scale, on which the fullest has room; a limit that is far away is only said."""
+    """Return bars on one scale that fits the fullest; a limit above 4 times the fullest appears only in the text."""
     fullest = max(sum(kinds.values()) for _, kinds, _ in there)
     near = [limit for _, _, limit in there if 0 < limit <= 4 * fullest]
     widest = 1.02 * max([fullest, *near])
@@ -149,7 +157,7 @@ def _modules(footprint: Footprint | None) -> HtmlTable | None:
 
 
 def _by_module(every: Sequence[Footprint]) -> dict[ModuleBytes, tuple[int, ...]]:
-    """What modules hold, and the ranks on which they hold that."""
+    """Return the ranks on which each module holds the same bytes."""
     found: dict[ModuleBytes, list[int]] = {}
     for one in every:
         for module in one.modules:

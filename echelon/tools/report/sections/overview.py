@@ -1,4 +1,4 @@
-"""The head of the page: which run it is, whether it goes on, and the figures one looks for first."""
+"""Head of the page: title of the run, its status, and the most important figures."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from echelon.observability.runlog.tolerant_json import number
 from echelon.tools.report.figures.curves import figure
 from echelon.tools.report.run_files import RunFiles
 
-#: Seconds of silence after which a run is not taken to be going on, and how many records' time it is at least.
+#: A run is silent after this many seconds, and at least this many record intervals, without a record.
 QUIET, QUIET_RECORDS = 60.0, 10
-#: Records that "now" is the middle of.
+#: Number of latest records whose median is the current speed.
 RECENT = 10
 
-Fact = tuple[str, str, str]  #: figure, what it is, small print
+Fact = tuple[str, str, str]  #: figure, description, detail
 
 
 @dataclass(frozen=True)
 class OverviewStatus:
-    """kind: running, ended, failed or silent"""
+    """The status of a run.
+
+    kind:  running, ended, failed or silent
+    words: the status as text
+    """
 
     kind: str
     words: str
@@ -87,7 +91,7 @@ def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-# ---- whether it goes on ----
+# ---- status ----
 
 
 def status(run: Run, now: float) -> OverviewStatus:
@@ -125,7 +129,7 @@ def _interval(run: Run) -> float:
 
 
 def alerts(events: Sequence[EventRecord]) -> list[EventRecord]:
-    """What must not be overlooked: the newest three of what went wrong."""
+    """Return the newest three failures, stalls and warnings."""
     return [each for each in events if each.kind in ("failed", "stall", "warning")][-3:]
 
 
@@ -194,7 +198,7 @@ def _of(facts: RunMetadata | None, rank: int) -> str:
 
 
 def moment(seconds: float) -> str:
-    """In UTC: those who look need not be where the run is."""
+    """Format a time in UTC, because the reader may be in another time zone than the run."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (OverflowError, OSError, ValueError):
@@ -202,7 +206,7 @@ def moment(seconds: float) -> str:
 
 
 def _long(seconds: float) -> str:
-    """``3 min``, ``2 h 10 min``, ``4 d 3 h``."""
+    """Format a duration as ``3 min``, ``2 h 10 min`` or ``4 d 3 h``."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return f"{max(1, round(seconds))} s"

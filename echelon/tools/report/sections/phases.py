@@ -1,4 +1,4 @@
-"""What a step's time consists of, as every section names and sums it."""
+"""The phases of a step's time: their names, meanings and means, shared by all sections."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ MEANING = {
     "update": "the optimizer",
     "waiting": "for other ranks, and for parameter servers",
 }
-#: Of backward, where forward is timed with it: micro-batches take turns, and a CUDA graph is one.
+#: Meaning of backward if it includes forward: micro-batches alternate the two, and a CUDA graph contains both.
 BOTH = "forward and backward, waits for other stages, and what of the exchange is hidden"
-#: Where waits are found: first in what is meant for them, then where messages between stages are.
+#: Phases to subtract waiting time from, in order: the communication phase first, then phases with pipeline messages.
 WAITS_IN = ("communicate", "backward", "forward", "update", "data")
-#: And where workers pull from parameter servers, and push to them.
+#: The same for runs with parameter servers, by the phases in which workers pull and push.
 WAITS_FOR_SERVERS_IN = ("communicate", "forward", "update", "backward", "data")
 
 
 def mean_phases(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Milliseconds by phase. The first record is left out where there are others: it allocates, compiles and meets."""
+    """Return the mean milliseconds by phase.
+
+    The first of several records is left out, because it includes allocation, compilation and connection setup.
+    """
     counted = records[1:] or records
     return {phase: fmean(record.get(phase, 0.0) for record in counted) for phase in PHASES} if counted else {}
 
 
 def without_waits(phases: Mapping[str, float], waited: float, served: bool = False) -> dict[str, float]:
-    """The same time, with ``waiting`` as a part of its own. ``served``: by parameter servers"""
+    """Return the phases with ``waiting`` as a separate part, subtracted from the other parts.
+
+    phases: milliseconds by phase
+    waited: milliseconds of waiting
+    served: True if the run has parameter servers; default False
+    """
     found, left = dict(phases), waited
     for phase in WAITS_FOR_SERVERS_IN if served else WAITS_IN:
         taken = min(left, found.get(phase, 0.0))
@@ -40,5 +48,5 @@ def without_waits(phases: Mapping[str, float], waited: float, served: bool = Fal
 
 
 def parts(phases: Mapping[str, float]) -> list[tuple[str, float]]:
-    """In the order they are shown, those that take no time left out."""
+    """Return (name, milliseconds) in display order, without phases that take no time."""
     return [(name, phases[name]) for name in (*PHASES, "waiting") if phases.get(name, 0.0) > 0]

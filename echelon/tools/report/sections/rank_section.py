@@ -1,4 +1,4 @@
-"""Ranks beside each other: whose own work takes longest, who waits, who holds most."""
+"""Section that compares ranks: own work, waiting time and memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from echelon.tools.report.figures.curves import Chart, Series, chart
 from echelon.tools.report.sections.html_table import HtmlTable
 from echelon.tools.report.sections.phases import mean_phases, parts, without_waits
 
-#: A rank stands out when its own work takes so much longer than that of the middle one.
+#: A rank stands out if its own work takes longer than the median of the others by this fraction.
 OUT = 0.05
-#: Lines in one chart that can still be told apart; bars; rows.
+#: Largest number of lines in a chart, and of bars and table rows.
 MOST_LINES, MOST_BARS = 8, 64
 
 
 @dataclass(frozen=True)
 class RankTiming:
-    """Of one rank, milliseconds a step: all of it, what it waited, and what its own work took. peak: bytes"""
+    """The mean times of one rank, in milliseconds per step.
+
+    step:   whole step
+    waited: part of the step spent waiting
+    peak:   peak memory in bytes
+    """
 
     rank: int
     host: str
@@ -68,7 +73,10 @@ def ranks(run: Run) -> RankSection | None:
 
 
 def _present(run: Run) -> dict[int, Sequence[RankStepRecord]]:
-    """Of the ranks that there are now, what they did since they are: a run that goes on may have fewer or others."""
+    """Return the records of the current ranks since the last start.
+
+    A resumed run may have fewer or other ranks. If a rank has no record yet since the start, older records are used.
+    """
     there: dict[int, Sequence[RankStepRecord]] = {rank: steps for rank, steps in run.ranks.items() if steps}
     if run.facts is None or not run.facts.world.size:
         return there
@@ -87,7 +95,10 @@ def _phases(steps: Sequence[RankStepRecord], served: bool) -> dict[str, float]:
 
 
 def slowest_of(found: Sequence[RankTiming]) -> RankTiming | None:
-    """The rank whose own work takes longest; None for a rank alone. Who waits most is seldom who is slow."""
+    """Return the rank whose own work takes longest; None for a single rank.
+
+    The rank that waits most is rarely the slow one.
+    """
     return max(found, key=lambda each: (each.own, -each.rank)) if len(found) > 1 else None
 
 
@@ -107,7 +118,7 @@ def verdict(found: Sequence[RankTiming], slowest: RankTiming | None) -> str:
 
 
 def _shown(found: Sequence[RankTiming], slowest: RankTiming | None) -> list[RankTiming]:
-    """The first ones, and the slowest in any case."""
+    """Return the first ``MOST_BARS`` ranks, always including the slowest."""
     first = list(found[:MOST_BARS])
     return first if slowest is None or slowest in first else [*first[:-1], slowest]
 
@@ -148,7 +159,7 @@ def _own(record: RankStepRecord) -> float:
 
 
 def lines(points: Mapping[int, Sequence[tuple[float, float]]], what: str) -> list[Series]:
-    """One for each rank or server; of many, those that are highest."""
+    """Return one series per rank or server; only the highest ones if there are more than ``MOST_LINES``."""
     there = {number: each for number, each in points.items() if each}
     highest = sorted(there, key=lambda number: (-fmean(y for _, y in there[number]), number))[:MOST_LINES]
     return [Series(f"{what} {number}", f"s-{place % 8}", there[number]) for place, number in enumerate(sorted(highest))]

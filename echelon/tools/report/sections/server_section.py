@@ -1,4 +1,4 @@
-"""Parameter servers: rows, traffic, requests, staleness and memory."""
+"""Section about parameter servers: rows, traffic, requests, staleness and memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def _values(looks: Sequence[ServerRecord], value: Callable[[ServerRecord], float
 
 
 def rates(looks: Sequence[ServerRecord], count: Callable[[ServerRecord], float]) -> list[tuple[float, float]]:
-    """A second, between two looks. Where counts go back, the server was started anew and counts from zero."""
+    """Return (time, rate per second) between successive records.
+
+    If a count decreases, the server has restarted and counts from zero.
+    """
     found = []
     for before, after in itertools.pairwise(looks):
         seconds, more = after.time - before.time, count(after) - count(before)
@@ -81,7 +84,7 @@ def _servers(there: Looks) -> HtmlTable:
 
 
 def _staleness(look: ServerRecord) -> str:
-    """Empty where workers go in step."""
+    """Return mean and maximum staleness as text; "" for synchronous workers."""
     if look.staleness_mean is None:
         return ""
     most = "" if look.staleness_max is None else f" (at most {look.staleness_max})"

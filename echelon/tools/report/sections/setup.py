@@ -1,4 +1,4 @@
-"""How the run was set up, and what happened to it: settings and who asked for them, plan, environment, events."""
+"""Sections about the setup of a run and its history: settings with their origins, plan, environment, events."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from echelon.observability.runlog.run_reader import EventRecord
 from echelon.tools.report.sections.html_table import HtmlTable
 from echelon.tools.report.sections.overview import moment
 
-#: Events that are shown; of more, the newest.
+#: Largest number of events shown; older ones are left out.
 MOST_EVENTS = 400
-#: Letters of a value, beyond which nobody reads it in a table.
+#: Longest value in a table, in characters; longer ones are cut.
 LONGEST = 400
 
 
 @dataclass(frozen=True)
 class SettingsSection:
-    """asked: what somebody has decided; usual: what is so because nobody did. Each is (name, value, origin)."""
+    """The settings of a run as (name, value, origin).
+
+    asked: settings that were given
+    usual: settings left at their defaults
+    """
 
     asked: list[tuple[str, str, str]]
     usual: list[tuple[str, str, str]]
@@ -39,7 +43,7 @@ def _usual(setting: SettingMetadata) -> bool:
 
 
 def in_words(value: Any) -> str:
-    """As one would write it: text as it is, the rest as JSON."""
+    """Format a value: text as it is, other values as JSON, cut after ``LONGEST`` characters."""
     if value is None:
         return "none"
     shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -65,7 +69,7 @@ def stages(facts: RunMetadata) -> HtmlTable | None:
     return HtmlTable("What each stage has", head, rows, (0, 2, 3)) if rows else None
 
 
-#: Names of units in a row of the table of stages.
+#: Largest number of unit names in a row of the table of stages.
 LIKE_THESE = 8
 
 
@@ -93,7 +97,12 @@ def _environment(facts: RunMetadata) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class EventsSection:
-    """rows: (time, kind, who, text), the newest first; left_out: older ones that are not shown"""
+    """The events of a run.
+
+    rows:     (time, kind, rank, text), the newest first
+    counts:   number of events by kind
+    left_out: number of older events that are not shown
+    """
 
     rows: list[tuple[str, str, str, str]]
     counts: list[tuple[str, int]]

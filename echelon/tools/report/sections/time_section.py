@@ -1,4 +1,4 @@
-"""Where a step's time goes, what the timeline says of it, and what was predicted."""
+"""Sections about a step's time: its parts, the summary of the timeline, and the comparison with the prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.tools.report.run_files import RunFiles
 from echelon.tools.report.sections.html_table import HtmlTable
 from echelon.tools.report.sections.phases import BOTH, MEANING, mean_phases, parts
 
-#: Of the columns of the timeline's summary, as people read them.
+#: Headings for the columns of the timeline's summary.
 COLUMNS = {
     "compute_ms": "computing",
     "communicate_ms": "communicating",
@@ -27,9 +27,9 @@ COLUMNS = {
     "update_ms": "update",
     "other_ms": "other",
 }
-#: Rows of the table of messages.
+#: Largest number of rows in the table of messages.
 MOST_MESSAGES = 20
-#: Parts of a prediction that are in one phase of a measurement. Messages inside a pass count to it.
+#: Parts of a prediction that belong to one measured phase. Messages inside a pass belong to the pass.
 PREDICTED_IN = {
     "forward and backward": ("compute", "recompute", "bubble", "split", "pipeline", "parameters", "batch norm"),
     "communicate": ("gradients",),
@@ -41,7 +41,12 @@ MEASURED_IN = {"forward and backward": ("forward", "backward")}
 
 @dataclass(frozen=True)
 class StepTimeSection:
-    """bars: of a step, in seconds; table: the same in figures"""
+    """The mean time of a step by part.
+
+    seconds: time of a step
+    bars:    parts of a step, in seconds
+    table:   the same as numbers
+    """
 
     seconds: float
     bars: list[BarSegment]
@@ -67,7 +72,7 @@ def times(run: Run) -> StepTimeSection | None:
 
 @dataclass(frozen=True)
 class TimelineSection:
-    """What ``echelon timeline`` says, in sentences and tables."""
+    """The summary of ``echelon timeline`` as sentences and tables."""
 
     lines: list[str]
     ranks: HtmlTable | None
@@ -108,7 +113,7 @@ def _of(steps: tuple[int, ...]) -> str:
 
 
 def _cut(found: JSON) -> str | None:
-    """What became of a recording that did not come to its last step."""
+    """Return a sentence about a recording that ended before its last step; None if it did not, or is damaged."""
     cut = an_object(found, "cut")
     try:
         words = headline(cut) if cut else ""
@@ -151,7 +156,12 @@ def _messages(found: JSON) -> HtmlTable | None:
 
 @dataclass(frozen=True)
 class PredictionComparison:
-    """left, right: how wide the bars of the two are, in percent of the wider"""
+    """A predicted and a measured value.
+
+    against: relative error of the prediction, as text
+    off:     measured / predicted - 1
+    widths:  widths of the two bars, in percent of the wider one
+    """
 
     what: str
     predicted: str
@@ -162,7 +172,7 @@ class PredictionComparison:
 
 
 def compared(gathered: RunFiles) -> list[PredictionComparison]:
-    """Time of a step, its parts, and memory; nothing where nothing was predicted."""
+    """Return comparisons for the time of a step, its parts, and memory; empty if nothing was predicted."""
     run = gathered.run
     foretold, predicted = run.foretold, run.facts.predicted if run.facts else None
     found: list[PredictionComparison | None] = []

@@ -1,4 +1,4 @@
-"""Curves over steps: loss, speed, where the time went, learning rate, evaluations."""
+"""Section with curves over steps: loss, speed, time by part, learning rate, evaluations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from echelon.observability.runlog.run_reader import PHASES, Run, StepRecord
 from echelon.tools.report.figures.curves import Chart, Point, Series, chart
 
-#: Evaluations by other names than these are shown up to so many.
+#: Largest number of charts for evaluation results other than the loss, and for logged values.
 MOST_RESULTS = 12
 
 
@@ -18,7 +18,7 @@ def charts(run: Run) -> list[Chart]:
 
 
 def restarts(run: Run) -> list[float]:
-    """The first step that each restart has done."""
+    """Return the first step after each restart."""
     times = [event.time for event in run.events if event.kind in ("restart", "resumed")]
     steps = {next((each.step for each in run.steps if (each.time or 0.0) > then), None) for then in times}
     first = run.steps[0].step if run.steps else 0
@@ -70,7 +70,7 @@ def _result(run: Run, name: str) -> list[Point]:
 
 
 def _logged(run: Run) -> Iterator[Chart | None]:
-    """What the script has logged itself."""
+    """Yield a chart for each value that the script has logged."""
     names = dict.fromkeys(name for each in run.logged for name in each.results)
     for place, name in enumerate(list(names)[:MOST_RESULTS]):
         points = [(float(each.step), each.results[name]) for each in run.logged if name in each.results]

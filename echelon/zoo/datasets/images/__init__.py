@@ -1,1 +1,1 @@
-"""What the image data sets share: pictures in memory, pictures in files, and files kept in memory."""
+"""Shared parts of the image data sets: images in memory, images in files, and cached files."""

@@ -17,11 +17,11 @@ from echelon.zoo.preprocessing.pictures import resized, with_channels
 Images = NDArray[np.uint8]  #: [n, height, width] or [n, height, width, channels]
 Labels = NDArray[np.integer[Any]]
 
-PREPARED_BYTES = 2**29  #: pictures that nothing random happens to are prepared at the start, unless they take more
+PREPARED_BYTES = 2**29  #: without random transforms, images up to this size in total are preprocessed at the start
 
 
 class ArrayImages(Dataset[tuple[torch.Tensor, int]]):
-    """Pictures in memory that are cropped, flipped and resized when they are asked for."""
+    """Images in memory that are cropped, flipped and resized on access."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, recipe: Recipe, size: int) -> None:
         self._pixels, self._labels = images.permute(0, 2, 3, 1).contiguous().numpy(), labels
@@ -36,7 +36,7 @@ class ArrayImages(Dataset[tuple[torch.Tensor, int]]):
 
 
 def arrays(request: Request, train: tuple[Images, Labels], test: tuple[Images, Labels], about: str) -> Data:
-    """The data set of these pictures and labels, as the model and ``--preprocessing_name`` want them."""
+    """Return the data set of these images and labels, with the preprocessing that the request selects."""
     preprocessing = preprocessing_of(request)
     channels = request.get("channels", 3)
     size = request.get("image_size", train[0].shape[1])
@@ -50,7 +50,7 @@ def arrays(request: Request, train: tuple[Images, Labels], test: tuple[Images, L
 
 
 def _part(images: Images, labels: Labels, recipe: Recipe, size: int, channels: int) -> Dataset[Any]:
-    stored = torch.from_numpy(np.array(images, order="C"))  # a copy: what a file was read into may not be written to
+    stored = torch.from_numpy(np.array(images, order="C"))  # a copy, because the buffer of a file may be read-only
     stored = stored[:, None] if stored.ndim == 3 else stored.permute(0, 3, 1, 2)
     stored, classes = with_channels(stored, channels), torch.from_numpy(labels.astype(np.int64))
     if recipe.is_random or len(stored) * channels * size * size > PREPARED_BYTES:

@@ -1,4 +1,4 @@
-"""Image data sets of picture files: each is read, decoded, cropped and resized when it is asked for."""
+"""Data sets of image files: each image is read, decoded, cropped and resized on access."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Numbers = NDArray[np.int64]
 
 
 class ImageStore(Protocol):
-    """Picture files by number."""
+    """Image files by index."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes: ...
 
     def name(self, index: int) -> str:
-        """For errors."""
+        """Return the name of an image for error messages."""
 
     def sizes(self) -> Numbers:
-        """Of all, in bytes."""
+        """Return the sizes of all images in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageCatalogue:
-    """Pictures, their labels, and which of them are for training and for tests."""
+    """Images, their labels, and the indices of those for training and for tests."""
 
     store: ImageStore
     labels: Numbers
@@ -45,7 +45,7 @@ class ImageCatalogue:
 
 
 class EncodedImages(Dataset[tuple[torch.Tensor, int]]):
-    """Some pictures of a store."""
+    """A data set of chosen images of a store."""
 
     def __init__(
         self, store: ImageStore, labels: Numbers, chosen: Numbers, recipe: Recipe, size: int, channels: int
@@ -64,7 +64,7 @@ class EncodedImages(Dataset[tuple[torch.Tensor, int]]):
 
 
 def encoded(request: Request, found: ImageCatalogue) -> Data:
-    """The data set of these pictures, as the model and the input parameters want them."""
+    """Return the data set of these images, with the preprocessing that the model and the input parameters select."""
     preprocessing = preprocessing_of(request)
     channels, size = request.get("channels", 3), request.get("image_size", 224)
     store = CachedImageStore(found.store) if request.get("datasets_use_caching", False) else found.store
@@ -83,7 +83,7 @@ def encoded(request: Request, found: ImageCatalogue) -> Data:
 
 
 def every_tenth(labels: Numbers) -> NDArray[np.bool_]:
-    """Which pictures are the test part where nobody says: of every class each tenth, from its tenth on."""
+    """Return the mask of the default test part: every tenth image of each class, beginning with its tenth."""
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], labels[order])
     chosen = np.empty(len(labels), dtype=np.bool_)
@@ -92,6 +92,9 @@ def every_tenth(labels: Numbers) -> NDArray[np.bool_]:
 
 
 def channels_last(samples: list[tuple[torch.Tensor, int]]) -> list[Any]:
-    """A batch whose pixels stay in the order in which they were decoded: a plain copy, and what a GPU wants."""
+    """Collate a batch in the channels_last memory format.
+
+    Decoded pixels already have this order, so it is a plain copy, and convolutions on GPUs are fastest with it.
+    """
     images, labels = default_collate([(image.permute(1, 2, 0), label) for image, label in samples])
     return [images.permute(0, 3, 1, 2), labels]

@@ -1,4 +1,4 @@
-"""Where a data set is, and what a folder must hold before it is read."""
+"""Find the folder of a data set and check it before it is read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from echelon.base.errors import DataError
 from echelon.zoo.entry import Request
 
-UNFINISHED = (".part", ".partial", ".crdownload", ".tmp", ".download")  #: how programs name what they still fetch
+UNFINISHED = (".part", ".partial", ".crdownload", ".tmp", ".download")  #: file name endings of incomplete downloads
 
 
 def folder_of(request: Request, what: str) -> Path:
-    """``--dataset_dir``, which must be a folder with something in it, all of it there."""
+    """Return ``--dataset_dir``; raise DataError if it is no folder, is empty or has incomplete downloads."""
     name = request.get("dataset_dir")
     if name is None:
         raise DataError(f"{what} is read from a folder, and none was given; say where it is with --dataset_dir")

@@ -1,12 +1,12 @@
-"""``--datasets_use_caching``: picture files kept in memory as they were read.
+"""Cache of image files in shared memory, for ``--datasets_use_caching``.
 
-What is kept is the compressed bytes, before anything random happens: augmentation stays fresh, and a picture takes a
-tenth of its pixels' room. One piece of shared memory serves all worker processes of all ranks of a host, since in the
-course of some epochs each of them comes to read every picture. It pays where files come over a network: those of a
-local disk are kept by the operating system anyway.
+The cache holds the compressed bytes, before random augmentation, so each epoch has new augmentations and an image takes
+a tenth of the memory of its pixels. One shared-memory block serves all worker processes of all ranks of a host, because
+over some epochs each process reads every image. The cache helps if files come over a network: the operating system
+already caches those of a local disk.
 
-The memory is a file of /dev/shm without a name: all ranks open it, and when all have, it is taken out of the folder. It
-is gone with the last process, however that ends.
+The memory is a file in /dev/shm that is unlinked when all ranks have opened it. The memory is freed when the last
+process ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SHARED = "/dev/shm"
 
 
 class CachedImageStore:
-    """A store that reads every picture once."""
+    """A store that reads every image file once and keeps it in shared memory."""
 
     def __init__(self, store: ImageStore) -> None:
         self._store, self._sizes = store, store.sizes()
-        # a byte for each picture that says whether it is there, then the pictures one after the other
+        # Layout: one byte per image that is 1 when the image is cached, then all images one after another.
         self._starts = len(store) + np.concatenate([[0], np.cumsum(self._sizes)])
         self._memory = _shared_memory(int(self._starts[-1]), _fingerprint(store, self._sizes))
 
@@ -53,7 +53,7 @@ class CachedImageStore:
         data = self._store.read(index)
         if len(data) != end - begin:
             raise DataError(f"{self.name(index)} has changed while it was in use; begin again when it is complete")
-        # two processes that read the same picture at once write the same bytes
+        # No lock is needed: two processes that read the same image at once write the same bytes.
         self._memory[begin:end] = data
         self._memory[index] = 1
         return data
@@ -88,12 +88,12 @@ def _need_room(size: int) -> None:
 def _remove(path: str) -> None:
     try:
         os.unlink(path)
-    except FileNotFoundError:  # another rank was quicker
+    except FileNotFoundError:  # another rank has removed it first
         return
 
 
 def _fingerprint(store: ImageStore, sizes: Numbers) -> str:
-    """The same on all ranks of a job that read the same files."""
+    """Return a hash that is the same on all ranks that read the same files."""
     digest = hashlib.sha256(sizes.tobytes())
     for index in {0, len(sizes) // 2, len(sizes) - 1}:
         digest.update(os.path.abspath(store.name(index)).encode(errors="surrogateescape"))

@@ -1,7 +1,7 @@
-"""The Python version of CIFAR's files is pickled, and a pickle may run anything. This reader runs nothing of it.
+"""A safe reader for the pickled Python version of CIFAR's files, which executes no code from the pickle.
 
-It builds numbers, texts, lists and dicts. The three names that a numpy array's pickle asks for are answered with
-stand-ins of our own, and any other name is refused.
+It builds numbers, strings, lists and dicts. The names that the pickle of a numpy array imports are replaced by classes
+of this module, and any other name is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from echelon.base.errors import DataError
 
 
 def read_pickled(path: Path) -> dict[bytes, Any]:
-    """What a file of CIFAR's holds; arrays must be of bytes."""
+    """Return the contents of a CIFAR file; raise DataError if it cannot be read or has arrays of other types.
+
+    Arrays must have elements of one unsigned byte.
+    """
     try:
         content = _Reader(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     except DataError:
@@ -37,7 +40,7 @@ class _Dtype:
         self.code = _as_bytes(code)
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and the like, which bytes have none of."""
+        """Ignore byte order and alignment, which do not matter for bytes."""
 
 
 class _Array:
@@ -53,7 +56,7 @@ class _Array:
 
 
 def _encode(text: Any, encoding: Any = None) -> bytes:
-    """Stands for ``_codecs.encode``, by which Python 3 writes bytes in the old protocol."""
+    """Replace ``_codecs.encode``, with which Python 3 pickles bytes in the old protocol."""
     return str(text).encode("latin1")
 
 

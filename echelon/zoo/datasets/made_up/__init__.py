@@ -1,1 +1,1 @@
-"""Made-up data for every task, so that everything runs with nothing downloaded. What is in it can be learned."""
+"""Synthetic data for every task, which a model can learn and which needs no download."""

@@ -1,6 +1,6 @@
-"""Made-up columns: clicks, pairs of words, features of classes and of values. The same on every rank and in every run.
+"""Synthetic tables: clicks, word pairs, features of classes and of values, identical on every rank and in every run.
 
-Train and test follow one law, which is drawn from a seed of its own, and differ in their samples.
+Train and test have the same distribution, which has a fixed seed, but different samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAW, TRAIN, TEST = 7, 1, 2  # seeds
 
 
 def clicks(request: Request) -> Data:
-    """Few ids are frequent and many are rare, as in a log; each pulls a little to one side, and so do the numbers."""
+    """Return synthetic clicks: ids are Zipf-distributed, as in a log, and each id and number shifts the click rate."""
     slots, numbers = request.get("slots", 26), request.get("numbers", 13)
     return _data(request, 40_000, "clicks", lambda rows, seed: _clicks(rows, seed, slots, numbers))
 
@@ -29,7 +29,7 @@ def clicks(request: Request) -> Data:
 def _clicks(rows: int, seed: int, slots: int, numbers: int) -> list[NDArray[Any]]:
     draw = np.random.RandomState(seed)
     rank = np.minimum(draw.zipf(1.3, (rows, slots)), 50_000)
-    ids = (rank * 7919 + np.arange(slots) * 1_000_003) * 2654435761  # spread over all of int64, some below zero
+    ids = (rank * 7919 + np.arange(slots) * 1_000_003) * 2654435761  # spread over the range of int64, also negative
     pull = ((ids >> 7) % 1000) / 1000 - 0.5
     dense = draw.random_sample((rows, numbers)).astype(np.float32)
     score = 2 * pull.sum(1) / np.sqrt(max(slots, 1) / 26) + dense.sum(1) - numbers / 2
@@ -38,7 +38,7 @@ def _clicks(rows: int, seed: int, slots: int, numbers: int) -> list[NDArray[Any]
 
 
 def word_pairs(request: Request) -> Data:
-    """Words belong to topics, and neighbours to the same one."""
+    """Return synthetic word pairs: each word belongs to a topic, and neighbors belong to the same topic."""
     negatives = request.get("negatives", 5)
     return _data(request, 40_000, "pairs of words", lambda rows, seed: _pairs(rows, seed, negatives))
 
@@ -55,7 +55,10 @@ def _pairs(rows: int, seed: int, negatives: int, topics: int = 6, words: int = 3
 
 
 def features(request: Request) -> Data:
-    """Every class is a cloud around a centre. Of very many classes some are there, 8 samples of each."""
+    """Return features with one Gaussian cluster per class.
+
+    If there are very many classes, only a part of them occurs, with 8 samples each.
+    """
     classes, size = request["num_classes"], request.get("feature_size", 16)
     train_size = request.get("num_sample_per_epoch", 10_000)
     present = np.unique(np.linspace(0, classes - 1, min(classes, max(1, train_size // 8))).astype(np.int64))
@@ -71,7 +74,7 @@ def features(request: Request) -> Data:
 
 
 def values(request: Request) -> Data:
-    """Sums of the features, weighed, with a little noise."""
+    """Return features and values that are linear in the features, with a little noise."""
     size, outputs = request.get("feature_size", 16), request.get("outputs", 1)
     weights = np.random.RandomState(LAW).standard_normal((size, outputs))
 
@@ -85,7 +88,10 @@ def values(request: Request) -> Data:
 
 
 def _data(request: Request, default: int, what: str, make: Callable[[int, int], list[NDArray[Any]]]) -> Data:
-    """``make`` gives columns of so many rows, from a seed. A fifth as many again are the test part."""
+    """Return the data set of the columns that ``make`` returns for a number of rows and a seed.
+
+    The test part has a fifth as many rows as the training part.
+    """
     size = request.get("num_sample_per_epoch", default)
     if size < 1:
         raise UsageError(f"--num_sample_per_epoch {size}: must be 1 or more")

@@ -1,7 +1,7 @@
-"""Made-up images that a model can learn: each class has a pattern of its own, under noise.
+"""Synthetic images that a model can learn: each class has its own pattern, with noise.
 
-On a GPU they lie in its memory. A batch is then gathered there in no time, so that a run shows the speed of the model
-and not that of the input.
+On a GPU the images are in its memory. Gathering a batch there takes almost no time, so a run measures the speed of the
+model and not of the input pipeline.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from echelon.zoo.preprocessing import preprocessing_of
 from echelon.zoo.preprocessing.pictures import resized
 
 SAMPLES = 1024
-POOL_BYTES = 2**26  #: larger images are shared by several samples, but there are 256 different ones at least
-FEWEST = 256
-GRID = 8  #: a pattern's details are an eighth of the image
+POOL_BYTES = 2**26  #: bytes of distinct images; if that is not enough, samples share images
+FEWEST = 256  #: smallest number of distinct images
+GRID = 8  #: a pattern has 8 x 8 cells
 
 
 def images(request: Request) -> Data:
-    """Bytes [n, channels, size, size] and labels; a quarter as many for the test."""
+    """Return images of bytes [n, channels, size, size] and labels; the test has a quarter as many distinct images."""
     channels, size, classes = request.get("channels", 3), request.get("image_size", 224), request["num_classes"]
     samples = request.get("num_sample_per_epoch", SAMPLES)
     pool = min(samples, max(FEWEST, POOL_BYTES // (channels * size * size)))
     tests = max(pool // 4, 1)
     device = echelon.device()
-    # every class of the test must be one that training has shown
+    # every class of the test must occur in training
     labels = torch.arange(pool) % classes if classes <= pool else torch.arange(pool) * classes // pool
     train = _pictures(labels, channels, size, seed=1), labels
     test = _pictures(labels[:tests], channels, size, seed=2), labels[:tests]
@@ -43,7 +43,7 @@ def images(request: Request) -> Data:
 
 
 def _pictures(labels: Tensor, channels: int, size: int, seed: int) -> Tensor:
-    """A class's pattern is drawn from its number alone, the noise from ``seed``; bytes."""
+    """Return images of bytes: the pattern of a class depends on its number alone, the noise on ``seed``."""
     noise = torch.Generator().manual_seed(seed)
     patterns = {label: _pattern(label, channels, size) for label in sorted(set(labels.tolist()))}
     made = torch.empty(len(labels), channels, size, size, dtype=torch.uint8)

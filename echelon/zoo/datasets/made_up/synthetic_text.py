@@ -1,4 +1,4 @@
-"""Made-up text that a model can learn: words that follow each other by a rule, nine times of ten."""
+"""Synthetic text that a model can learn: nine words of ten follow from the previous word by a fixed rule."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from echelon.zoo.entry import Data, Request
 from echelon.zoo.tasks import IGNORED
 
 SAMPLES = 2048
-SIGNS = SpecialTokens(pad=0, begin=2, end=3, mask=4)  #: as a vocabulary of our own has them
+SIGNS = SpecialTokens(pad=0, begin=2, end=3, mask=4)  #: the numbers in a vocabulary made by ``train_vocabulary``
 FIRST_WORD = 5
-MOST_WORDS = 256  #: in use, however many the model has room for: few words are soon learned
-STRANGE = 0.1  #: words that do not follow the rule
+MOST_WORDS = 256  #: number of words used, even if the model has more: few words are learned quickly
+STRANGE = 0.1  #: fraction of words that do not follow the rule
 TOPICS = 4
-PAD, END = 0, 1  #: of translations, as T5 has them
+PAD, END = 0, 1  #: special tokens of translations, as in T5
 
 Draw = np.random.RandomState
 
 
 def masked_lm(request: Request) -> Data:
-    """A text is of one of four topics, each with words of its own. A second text that follows is of the same topic."""
+    """Return rows for BERT's pretraining; a text has one of four topics, each with its own words.
+
+    A second text that follows the first has the same topic.
+    """
     length, most = row_sizes(request)
     words = _words(request, FIRST_WORD) // TOPICS
 
@@ -51,7 +54,7 @@ def masked_lm(request: Request) -> Data:
 
 
 def classify_text(request: Request) -> Data:
-    """The class is told by which two words stand in the text, again and again, among others that say nothing."""
+    """Return labelled texts: two words that occur repeatedly determine the class, the other words are random."""
     length = row_length(request)
     classes = int(request["num_classes"])
     digits = int(np.ceil(np.sqrt(classes)))
@@ -72,7 +75,7 @@ def classify_text(request: Request) -> Data:
 
 
 def answer_span(request: Request) -> Data:
-    """One word says where the answer begins and another where it ends; both belong to it."""
+    """Return texts with answers: one word marks the begin of the answer and another its end, both inclusive."""
     length = row_length(request)
     room, words = length - 4, _words(request, FIRST_WORD, 4)
     opens, closes = FIRST_WORD + words - 2, FIRST_WORD + words - 1
@@ -90,7 +93,7 @@ def answer_span(request: Request) -> Data:
 
 
 def language_model(request: Request) -> Data:
-    """Nine words of ten are told by the one before."""
+    """Return sequences in which nine words of ten are determined by the previous word."""
     length, words = int(request.get("max_seq_length", 128)), _words(request, 0)
 
     def make(draw: Draw, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +104,7 @@ def language_model(request: Request) -> Data:
 
 
 def translate(request: Request) -> Data:
-    """Every word of the source has one word that stands for it."""
+    """Return translations: every word of the source is translated by one fixed word."""
     length, target_length = int(request.get("max_seq_length", 128)), request.get("max_target_length")
     target_length = length if target_length is None else int(target_length)
     words = _words(request, FIRST_WORD) // 2
@@ -118,7 +121,10 @@ def translate(request: Request) -> Data:
 def translation_rows(
     source: Numbers, target: Numbers, sizes: NDArray[Any], length: int, target_length: int
 ) -> tuple[torch.Tensor, ...]:
-    """Source, its mask, the target moved by one and the target, each ended and padded. The texts are equally long."""
+    """Return source, its mask, shifted target and target, each with an end token and padding.
+
+    sizes: number of words of each text; source and target have equal sizes
+    """
     count, room = source.shape
     inside, at_end = np.arange(room + 1)[None] < sizes[:, None], np.arange(room + 1)[None] == sizes[:, None]
     ended = [np.where(inside, np.pad(text, ((0, 0), (0, 1))), np.where(at_end, END, PAD)) for text in (source, target)]
@@ -132,7 +138,7 @@ def translation_rows(
 
 
 def _data(request: Request, make: Callable[[Draw, int], Any]) -> Data:
-    """A training part, and an eighth as much to test."""
+    """Return a training part, and a test part with an eighth as many samples."""
     samples, seed = int(request.get("num_sample_per_epoch", SAMPLES)), int(request.get("seed", 0))
     tests = max(1, min(samples // 8, SAMPLES // 8))
     return Data(
@@ -147,7 +153,10 @@ def _rows(text: NDArray[Any], spans: NDArray[Any], length: int) -> TokenRows:
 
 
 def _words(request: Request, kept: int, least: int = 8) -> int:
-    """How many words are in use, beside the ``kept`` ones."""
+    """Return the number of words used, beside the ``kept`` special ones.
+
+    Raises UsageError if the vocabulary is too small.
+    """
     size = int(request.get("vocab_size", FIRST_WORD + MOST_WORDS))
     if size < kept + least:
         raise UsageError(f"--vocab_size {size} is too small for made-up text; give {kept + least} or more")
@@ -155,8 +164,8 @@ def _words(request: Request, kept: int, least: int = 8) -> int:
 
 
 def _chain(draw: Draw, rows: int, length: int, words: int) -> Numbers:
-    """Rows of words from 0 on, each told by the one before unless it is strange."""
-    ring = numpy_stream(words).permutation(words)  # the rule: the same for training and test, and for every seed
+    """Return rows of word numbers from 0; a word follows from the previous one, except for a random tenth."""
+    ring = numpy_stream(words).permutation(words)  # the rule is the same for training and test, and for every seed
     follower = np.empty_like(ring)
     follower[ring] = np.roll(ring, -1)
     text = draw.randint(0, words, (rows, length)).astype(np.int64)

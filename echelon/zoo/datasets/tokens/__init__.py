@@ -1,1 +1,1 @@
-"""From text files to rows of tokens: what the data sets of text share."""
+"""Shared parts of the text data sets: reading files, tokenizing, and making rows of tokens."""

@@ -1,4 +1,4 @@
-"""Documents for a model that says what comes next: each is read from its own beginning, and none looks into another."""
+"""Packed documents for causal language models: positions restart in each document, and attention stays inside it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from echelon.zoo.tasks import IGNORED
 
 
 class PackedDocuments:
-    """Tokens and those that follow them, both packed: what ``echelon.data.batched.BatchedDataset`` asks for.
+    """Packed tokens and the tokens that follow them; implements ``echelon.data.batched.BatchedDataset``.
 
-    length: of a sample, at most; a longer document is several samples
+    length: largest number of tokens per sample; a longer document becomes several samples
     """
 
     def __init__(self, texts: TokenizedTexts, length: int, multiple: int = MULTIPLE) -> None:
@@ -50,7 +50,7 @@ class PackedDocuments:
 
 
 def _pieces(texts: TokenizedTexts, length: int) -> tuple[Numbers, Numbers]:
-    """Where samples begin, and how many of their tokens have one that follows."""
+    """Return the begin of each sample, and the number of its tokens that have a next token."""
     begins, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for begin, stop in zip(texts.begins[:-1].tolist(), texts.begins[1:].tolist(), strict=True):
         at = np.arange(begin, stop - 1, length, dtype=np.int64)

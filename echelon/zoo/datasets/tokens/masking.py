@@ -1,7 +1,7 @@
-"""Masked words (Devlin et al. 2019): 15 % of a row's words are asked for. 80 % of these are hidden behind [MASK], 10 %
-are another word, and 10 % stay.
+"""Masking of words for BERT (Devlin et al. 2019).
 
-Which ones is drawn anew in every epoch, from the sample's seed.
+15 % of the words of a row are predicted: 80 % of these are replaced by [MASK], 10 % by another word, and 10 % stay. The
+choice is drawn anew in every epoch, from the seed of the sample.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ ASKED, HIDDEN, CHANGED = 0.15, 0.8, 0.1
 
 
 class MaskedTokens(NamedTuple):
-    """tokens [n, s] as the model sees them; the places asked for [n, p] in order, 0 where there are fewer; the words
-    that stood there [n, p], ``IGNORED`` where there are fewer."""
+    """A masked batch.
+
+    tokens:    [n, s], the input of the model
+    positions: [n, p], sorted positions of masked words; padded with 0
+    labels:    [n, p], original words at these positions; padded with ``IGNORED``
+    """
 
     tokens: Numbers
     positions: Numbers
@@ -31,7 +35,12 @@ class MaskedTokens(NamedTuple):
 
 
 def mask_words(made: TokenBatch, seeds: Seeds, *, most: int, mask: int, others: Numbers) -> MaskedTokens:
-    """``most``: p. ``others``: the words that may stand in for another."""
+    """Mask words of a batch.
+
+    most:   number of positions per row (p)
+    mask:   number of [MASK]
+    others: numbers of words that may replace a word
+    """
     rows, length = made.tokens.shape
     draws = chain_each(seeds[:, None], np.arange(length + 2 * most)[None])
     positions, asked = _choose(draws[:, :length], made.ordinary, most)
@@ -46,7 +55,7 @@ def mask_words(made: TokenBatch, seeds: Seeds, *, most: int, mask: int, others: 
 
 
 def _choose(draws: Seeds, ordinary: NDArray[np.bool_], most: int) -> tuple[Numbers, NDArray[np.bool_]]:
-    """The words with the smallest draws: their places [n, most] in order, and which of these count."""
+    """Choose the words with the smallest draws; return their sorted positions [n, most] and the mask of valid ones."""
     rows, length = ordinary.shape
     words = ordinary.sum(1)
     wanted = np.clip(np.floor(words * ASKED + 0.5).astype(np.int64), np.minimum(words, 1), min(most, length))
@@ -54,12 +63,12 @@ def _choose(draws: Seeds, ordinary: NDArray[np.bool_], most: int) -> tuple[Numbe
     nearest = np.argsort(np.where(ordinary, draws, np.uint64(2**64 - 1)), axis=1)[:, :most]
     places[:, : nearest.shape[1]] = nearest
     asked = np.arange(most)[None] < wanted[:, None]
-    places = np.sort(np.where(asked, places, length), axis=1)  # those that do not count are last
+    places = np.sort(np.where(asked, places, length), axis=1)  # invalid positions are last
     return np.where(asked, places, 0), asked
 
 
 class MaskedRows:
-    """Rows for BERT's two tasks: what ``echelon.data.batched.BatchedDataset`` asks for."""
+    """Rows for BERT's two tasks; implements ``echelon.data.batched.BatchedDataset``."""
 
     def __init__(self, rows: TokenRows, follows: Numbers, *, most: int, others: Numbers) -> None:
         self.rows, self.follows, self._most, self._others = rows, follows, most, others

@@ -1,6 +1,6 @@
-"""Rows of different length without their padding: one after another, with the words asked for beside them.
+"""Packing: rows of different length are concatenated without padding, together with their masked words.
 
-A packed batch holds the samples of the padded one, with the same masks, and gives the same loss.
+A packed batch has the samples of the padded one, with the same masks, and gives the same loss.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from echelon.zoo.datasets.tokens.token_rows import LabelledRows
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.tasks import IGNORED
 
-ASKED_MULTIPLE = 64  #: words asked for are filled up to a multiple of it
-WORTH = 0.95  #: packed by default where rows are used less than this
+ASKED_MULTIPLE = 64  #: the number of masked words is padded to a multiple of it
+WORTH = 0.95  #: rows are packed by default if the fraction of non-padding tokens is below this
 
 
 class PackedRows:
-    """Rows, masked or labelled, as packed batches: what ``echelon.data.batched.BatchedDataset`` asks for.
+    """Masked or labelled rows as packed batches; implements ``echelon.data.batched.BatchedDataset``.
 
-    tokens (packed), segments [t], no mask, then what the task has: of masked words the places in the row [m] and,
-    packed, the words; and a target of each sample [n].
+    A batch has tokens (packed), segments [t] and None in place of the mask. For masked rows there follow the positions
+    of masked words [m] and the target (packed words, next-sentence labels [n]); for labelled rows the targets.
     """
 
     def __init__(self, rows: MaskedRows | LabelledRows, multiple: int = MULTIPLE) -> None:
@@ -69,9 +69,11 @@ def _unpadded(tokens: Tensor, segments: Tensor, mask: Tensor, multiple: int) -> 
 
 
 def packing(data: Data, request: Request, device: torch.device, *, planned: bool = False) -> Data:
-    """``data`` packed, where ``pack`` says so; where nothing is said, on a GPU if enough of the rows is padding.
+    """Return ``data`` packed if ``pack`` is True; if it is None, pack on a GPU if enough of the rows is padding.
 
-    planned: a plan that is found or given cuts the model, nobody knows how
+    planned: True if a plan partitions the model, in a way not known here
+
+    Raises UsageError if ``pack`` is True and the data cannot be packed.
     """
     if "pack" not in request.values:
         return data
@@ -98,7 +100,7 @@ def packing(data: Data, request: Request, device: torch.device, *, planned: bool
 
 
 def _not_packed(data: Data, request: Request, planned: bool) -> str:
-    """Why it cannot be done; empty where it can."""
+    """Return the reason why the data cannot be packed; "" if it can."""
     for name in ("stages", "marks"):
         if request.get(name, 1) != 1:
             return f"a packed row is not cut for --{name}"

@@ -1,11 +1,11 @@
-"""How long rows of tokens are, as the model has it."""
+"""The length of token rows, from the parameters of the model."""
 
 from __future__ import annotations
 
 from echelon.base.errors import UsageError
 from echelon.zoo.entry import Request
 
-LEAST_LENGTH = 8  #: of a row: three signs, and a few words
+LEAST_LENGTH = 8  #: smallest length of a row: three special tokens and a few words
 
 
 def row_length(request: Request) -> int:
@@ -16,7 +16,7 @@ def row_length(request: Request) -> int:
 
 
 def row_sizes(request: Request) -> tuple[int, int]:
-    """Tokens of a row, and how many words of it are asked for at most."""
+    """Return the number of tokens of a row, and the largest number of its masked words."""
     length = row_length(request)
     most = int(request.get("max_predictions_per_seq", max(1, round(0.15 * length))))
     if most < 1:

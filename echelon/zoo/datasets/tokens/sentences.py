@@ -1,4 +1,4 @@
-"""Pairs of pieces of text for BERT's second task: does the second follow the first?"""
+"""Make pairs of texts for BERT's next-sentence prediction."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from echelon.zoo.datasets.tokens.vocabulary import TokenizedTexts
 
 
 class SentenceSpan(NamedTuple):
-    """A sentence, or a part of a long one: its tokens in the whole text."""
+    """A sentence, or a part of a long one, as a range of tokens in the whole text."""
 
     begin: int
     stop: int
 
 
 class SentencePairs(NamedTuple):
-    """spans [n, 4] as ``Rows`` has them; follows [n]: 1 where the second text is what comes after the first."""
+    """Pairs of texts.
+
+    spans:   [n, 4], in the format of ``TokenRows``
+    follows: [n], 1 if the second text follows the first
+    """
 
     spans: Numbers
     follows: Numbers
 
 
 def documents_of(text: str) -> list[list[str]]:
-    """Lines, by the blank lines between them."""
+    """Split a text into documents, which blank lines separate; a document is a list of lines."""
     documents: list[list[str]] = [[]]
     for line in text.split("\n"):
         if line.strip():
@@ -38,10 +42,13 @@ def documents_of(text: str) -> list[list[str]]:
 
 
 def pieces_of(sentences: TokenizedTexts, documents: list[int], room: int) -> list[list[SentenceSpan]]:
-    """The pieces of each chapter. ``documents``: how many sentences each has; ``room``: tokens of a row.
+    """Return the pieces of each chapter.
 
-    A piece is at most half a row, so that a full row always has two. Documents are joined until they fill eight rows:
-    else most rows of speeches and messages would be padding.
+    documents: number of sentences of each document
+    room:      number of tokens of a row
+
+    A piece is at most half a row, so a full row always has two. A chapter joins documents until they fill eight rows;
+    otherwise most rows of speeches and messages would be padding.
     """
     chapters: list[list[SentenceSpan]] = [[]]
     sentence, most = 0, max(1, room // 2)
@@ -63,7 +70,7 @@ def _cut(edges: list[int], most: int) -> list[SentenceSpan]:
 
 
 class SentencePairBuilder:
-    """Goes through chapters and fills rows with pieces. One half of the rows has a second text from elsewhere."""
+    """Fills rows with the pieces of chapters; half of the rows have a random second text."""
 
     def __init__(self, chapters: list[list[SentenceSpan]], room: int, seed: int) -> None:
         self._chapters, self._room = chapters, room
@@ -81,7 +88,7 @@ class SentencePairBuilder:
         return SentencePairs(np.array(spans, np.int64).reshape(-1, 4), np.array(follows, np.int64))
 
     def _pair(self, number: int, at: int) -> tuple[tuple[int, int, int, int], int, int]:
-        """The row that begins at this piece, whether its second text follows, and the piece that the next begins at."""
+        """Return the row that begins at this piece, 1 if its second text follows (else 0), and the next row's piece."""
         chapter = self._chapters[number]
         stop = self._filled(chapter, at, self._room)
         middle = at + 1 + (self._draw.randrange(stop - at - 1) if stop - at > 1 else 0)
@@ -94,14 +101,17 @@ class SentencePairBuilder:
         return self._trimmed(first, SentenceSpan(first.stop, first.stop)), 0, stop
 
     def _filled(self, chapter: list[SentenceSpan], at: int, room: int) -> int:
-        """The first piece that is not needed to fill ``room`` from ``at`` on."""
+        """Return the index after the last piece that is needed to fill ``room``, beginning at ``at``."""
         stop = at + 1
         while stop < len(chapter) and chapter[stop - 1].stop - chapter[at].begin < room:
             stop += 1
         return stop
 
     def _elsewhere(self, number: int, at: int, stop: int, room: int) -> SentenceSpan | None:
-        """Text of another chapter; of this one, where there is no other. None: all there is lies in the row."""
+        """Return random text of another chapter, or None after 20 failed draws.
+
+        If there is only one chapter, the text comes from another part of it.
+        """
         for _ in range(20):
             other, begin = self._all[self._draw.randrange(len(self._all))]
             away = other != number or (len(self._chapters) == 1 and not at <= begin <= stop)
@@ -111,7 +121,7 @@ class SentencePairBuilder:
         return None
 
     def _trimmed(self, first: SentenceSpan, second: SentenceSpan) -> tuple[int, int, int, int]:
-        """To the room there is, the longer one first; they are cut where they do not meet."""
+        """Return the spans of both texts, truncated to a row, the longer one first; the outer ends are cut."""
         room = self._room
         second_size = min(_size(second), max(room - _size(first), room // 2))
         first_size = min(_size(first), room - second_size)

@@ -1,4 +1,4 @@
-"""Finding and reading the files of a data set; what is missing or broken is an error of one line."""
+"""Find and read the files of a data set; a missing or broken file raises DataError with one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.zoo.entry import Request
 
 
 def folder(request: Request, what: str) -> Path:
-    """``dataset_dir``, which must be there. ``what`` says what should be in it."""
+    """Return ``dataset_dir``; raise DataError if it is missing or empty. ``what`` describes the expected contents."""
     given = request.get("dataset_dir")
     if given is None:
         raise DataError(f"--dataset_name {_name(request)} needs --dataset_dir: a folder with {what}")
@@ -25,7 +25,7 @@ def folder(request: Request, what: str) -> Path:
 
 
 def find(request: Request, pattern: str, what: str) -> list[Path]:
-    """The files of ``dataset_dir`` that ``file_pattern``, or else ``pattern``, describes; or that file itself."""
+    """Return the files of ``dataset_dir`` that match ``file_pattern``, or else ``pattern``; or the file itself."""
     path = folder(request, what)
     if path.is_file():
         return [path]
@@ -37,7 +37,7 @@ def find(request: Request, pattern: str, what: str) -> list[Path]:
 
 
 def find_part(request: Request, patterns: Sequence[str], what: str) -> list[Path]:
-    """The files of one part of a data set: those of the first pattern that has any; none: an empty list."""
+    """Return the files of one part of a data set: those of the first pattern that matches any, or an empty list."""
     path = folder(request, what)
     if path.is_file():
         raise DataError(f"--dataset_dir {path} is a file; give the folder with {what}")
@@ -73,7 +73,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_objects(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON list, or of a file with one to a line; each with its number, from 1."""
+    """Return the objects of a JSON list, or of a file with one object per line, each with its number from 1."""
     found: list[tuple[int, Any]]
     if path.suffix == ".json" and read_text(path).lstrip().startswith("["):
         found = list(enumerate(read_json(path), 1))
@@ -87,7 +87,7 @@ def read_objects(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_table(path: Path) -> list[tuple[int, list[str]]]:
-    """The lines of a tab-separated file, cut, with their numbers from 1. Quotes mean nothing there."""
+    """Return the fields of each line of a tab-separated file, with line numbers from 1; quotes have no meaning."""
     lines = enumerate(read_text(path).split("\n"), 1)
     return [(number, line.rstrip("\r").split("\t")) for number, line in lines if line.strip()]
 

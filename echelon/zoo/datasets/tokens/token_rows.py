@@ -1,4 +1,4 @@
-"""Rows of BERT's form, [CLS] first text [SEP] second text [SEP], made batch by batch from texts in memory."""
+"""Rows in the format of BERT, [CLS] first text [SEP] second text [SEP], made batch by batch from texts in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Numbers = NDArray[np.int64]
 
 
 class SpecialTokens(NamedTuple):
-    """Numbers of the special words that a row needs."""
+    """The numbers of the special tokens of a row."""
 
     pad: int
     begin: int
@@ -26,7 +26,7 @@ class SpecialTokens(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """Rows of tokens, all [n, s]. ``ordinary``: where a word of a text stands, and not a sign or padding."""
+    """Rows of tokens, all [n, s]; ``ordinary`` is True for words of a text, not for special tokens or padding."""
 
     tokens: Numbers
     segments: Numbers
@@ -36,9 +36,12 @@ class TokenBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """tokens: all texts, one after the other
-    spans:  [rows, 4]: where the first text begins and how long it is, and the same of the second (length 0: none)
-    length: of a row
+    """Rows of one or two texts.
+
+    tokens: tokens of all texts, one after another
+    spans:  [rows, 4]: begin and length of the first text, and of the second (length 0 if there is none)
+    length: number of tokens of a row
+    signs:  numbers of the special tokens
     """
 
     tokens: NDArray[np.int32]
@@ -50,7 +53,7 @@ class TokenRows:
         return len(self.spans)
 
     def used(self) -> Numbers:
-        """How many tokens of each row are no padding."""
+        """Return the number of tokens of each row that are not padding."""
         first, second = self.spans[:, 1], self.spans[:, 3]
         return np.where(second > 0, first + second + 3, first + 2)
 
@@ -71,7 +74,7 @@ class TokenRows:
 
 
 class LabelledRows:
-    """Rows with a target each: what ``echelon.data.batched.BatchedDataset`` asks for."""
+    """Rows with a target each; implements ``echelon.data.batched.BatchedDataset``."""
 
     def __init__(self, rows: TokenRows, targets: NDArray[np.int64]) -> None:
         assert len(rows) == len(targets)
@@ -89,5 +92,5 @@ class LabelledRows:
 
 
 def single(batch: Any) -> Any:
-    """The sample of a batch of one."""
+    """Return the sample of a batch of size 1."""
     return each_tensor(batch, lambda tensor: tensor[0])

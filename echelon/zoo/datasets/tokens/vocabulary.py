@@ -1,4 +1,4 @@
-"""WordPiece (Schuster & Nakajima 2012; the vocabulary of BERT): words and parts of words, by the library tokenizers."""
+"""WordPiece vocabularies, as in BERT (Schuster & Nakajima 2012), with the library tokenizers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from echelon.zoo.datasets.tokens.token_files import read_text
 from echelon.zoo.datasets.tokens.token_rows import SpecialTokens
 from echelon.zoo.entry import Request, Setting
 
-#: in this order in a vocabulary of our own
+#: the first words of a trained vocabulary, in this order
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-AT_ONCE = 10_000  #: texts encoded in one call, so that the library's own records of them stay small
+AT_ONCE = 10_000  #: number of texts encoded in one call, which limits the memory of the library's results
 
 SETTINGS = (
     Setting(
@@ -42,7 +42,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Tokens of many texts, one text after the other: text i is tokens[begins[i]:begins[i + 1]]."""
+    """Tokens of many texts, concatenated: text i is tokens[begins[i]:begins[i + 1]]."""
 
     tokens: NDArray[np.int32]
     begins: NDArray[np.int64]
@@ -52,7 +52,7 @@ class TokenizedTexts:
 
 
 class WordPiece:
-    """A vocabulary: its words' numbers are their places in the list."""
+    """A vocabulary; the number of a word is its index in the list."""
 
     def __init__(self, words: Sequence[str], *, lower_case: bool) -> None:
         self.words, self.size = tuple(words), len(words)
@@ -68,7 +68,7 @@ class WordPiece:
 
     @property
     def ordinary(self) -> NDArray[np.int64]:
-        """All but the special ones and those that BERT's lists keep unused."""
+        """The numbers of all words, without special tokens and the unused entries of BERT's lists."""
         return np.array([number for number, word in enumerate(self.words) if not _is_marker(word)], np.int64)
 
     def encode(self, texts: Iterable[str]) -> TokenizedTexts:
@@ -80,13 +80,13 @@ class WordPiece:
         return TokenizedTexts(np.concatenate(parts), np.array([0, *accumulate(lengths)], np.int64))
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens, and for each the first character of ``text`` it covers and the one after its last."""
+        """Return the tokens, and the range of characters of ``text`` that each token covers (the end is exclusive)."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
 
 
 def vocabulary_for(request: Request, texts: Sequence[str]) -> WordPiece:
-    """That of ``vocab_file_name``; where none is named, one made from ``texts``, the same on every rank."""
+    """Return the vocabulary of ``vocab_file_name``, or else one trained on ``texts``, the same on every rank."""
     name, lower_case = request.get("vocab_file_name"), request.get("lower_case")
     if name is not None:
         words = read_vocabulary(vocabulary_path(request.get("model_dir"), name))
@@ -98,7 +98,7 @@ def vocabulary_for(request: Request, texts: Sequence[str]) -> WordPiece:
 
 
 def vocabulary_path(model_dir: str | None, name: str) -> Path:
-    """In ``model_dir``, or where the name itself leads."""
+    """Return the path of the vocabulary file, in ``model_dir`` or else ``name`` itself; raise DataError if missing."""
     inside = Path(model_dir or "", name).expanduser()
     path = inside if inside.is_file() else Path(name).expanduser()
     if not path.is_file():
@@ -120,10 +120,10 @@ def read_vocabulary(path: Path) -> list[str]:
 
 
 def train_vocabulary(texts: Sequence[str], size: int, lower_case: bool) -> list[str]:
-    """The words that WordPiece training finds: characters, then pairs of parts by how often they stand together.
+    """Train a WordPiece vocabulary: characters first, then merged pairs in the order of their frequency.
 
-    The library numbers the characters inside words (##a) in the order of a hash table, which differs from process to
-    process, and breaks ties by number. Handed in as special words, they have fixed numbers, and all ranks agree.
+    The library numbers the characters inside words (##a) in the order of a hash table, which differs between processes,
+    and breaks ties by number. Passed as special tokens they have fixed numbers, so all ranks get the same vocabulary.
     """
     library = _library()
     tokenizer = _tokenizer(library.models.WordPiece(unk_token="[UNK]"), lower_case=lower_case)
@@ -146,7 +146,7 @@ def train_vocabulary(texts: Sequence[str], size: int, lower_case: bool) -> list[
 
 
 def _alphabet(texts: Iterable[str], most: int, normalizer: Any) -> list[str]:
-    """The characters that occur most often, in order of their code."""
+    """Return the ``most`` most frequent characters, in the order of their codes."""
     counts: Counter[str] = Counter()
     for some in _batches(texts, AT_ONCE):
         counts.update(normalizer.normalize_str("\n".join(some)))
@@ -163,7 +163,7 @@ def _tokenizer(model: Any, *, lower_case: bool) -> Any:
 
 
 def _library() -> ModuleType:
-    # unset, the library warns of every worker process that is forked later, though none of them tokenizes
+    # If unset, the library warns about every worker process that is forked later, though no worker tokenizes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         import tokenizers

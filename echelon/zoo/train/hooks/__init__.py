@@ -1,4 +1,4 @@
-"""Hooks: what a run does besides training: stopping, lines, timelines, checkpoints, evaluations, and what users add."""
+"""Hooks: actions of a run besides training, such as stopping, logging, timelines, checkpoints and evaluations."""
 
 from echelon.zoo.train.hooks.hook import Hook, HookContext
 from echelon.zoo.train.hooks.hook_names import HOOKS

@@ -1,4 +1,4 @@
-"""CheckpointSaverHook: a checkpoint every ``save_checkpoints_steps`` steps, written by the engine in the background."""
+"""CheckpointSaverHook: saves a checkpoint every ``save_checkpoints_steps`` steps, in the background."""
 
 from __future__ import annotations
 

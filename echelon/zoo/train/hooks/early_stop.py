@@ -1,6 +1,6 @@
-"""EarlyStopHook: training ends when ``early_stop_patience`` evaluations in a row had no lower loss than the best.
+"""EarlyStopHook: stops training after ``early_stop_patience`` consecutive evaluations without a lower loss.
 
-It counts in the evaluations that EvaluationHook keeps, so that a resumed run goes on counting.
+It counts the evaluations that EvaluationHook stores, so a resumed run continues to count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EarlyStopHook(Hook):
 
 
 def _best(evaluations: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
-    """The one with the lowest loss, and how many came after it. A loss that is no number is never the lowest."""
+    """Return the evaluation with the lowest loss, and the number of later ones; a loss of NaN is never the lowest."""
     best, lowest, since = {"loss": math.inf, "step": 0}, math.inf, 0
     for one in evaluations:
         since += 1

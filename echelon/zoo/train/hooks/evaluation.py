@@ -1,7 +1,7 @@
-"""EvaluationHook: the test part every ``eval_every_n_iters`` steps.
+"""EvaluationHook: evaluates the test part every ``eval_every_n_iters`` steps.
 
 All evaluations so far are in ``run.results["evaluations"]`` and, for a resume, in ``evaluations.json`` in the run's
-directory. A resume goes back to a checkpoint: evaluations of later steps are forgotten, since they come again.
+directory. A resume goes back to a checkpoint: evaluations of later steps are dropped, because they are done again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Evaluations = list[dict[str, Any]]
 
 class EvaluationHook(Hook):
     def __init__(self) -> None:
-        self.tell: Callable[[HookContext, dict[str, float]], None] = _nobody  #: who else wants to know
+        self.tell: Callable[[HookContext, dict[str, float]], None] = _nobody  #: callback for other hooks
 
     def begin(self, run: HookContext) -> None:
         self._every = EveryNSteps(run.request, "eval_every_n_iters")
@@ -47,11 +47,11 @@ class EvaluationHook(Hook):
 
 
 def _nobody(run: HookContext, results: dict[str, float]) -> None:
-    """For a hook that stands alone."""
+    """Do nothing; the default callback of a hook that is used alone."""
 
 
 def _of_rank_0(run: HookContext, evaluations: Evaluations) -> Evaluations:
-    """Other hosts may not see the file, and what follows from it must be the same everywhere."""
+    """Return the evaluations of rank 0: other hosts may not see the file, and all ranks must use the same list."""
     group = run.engine.world.control
     return evaluations if group is None else gather_json(evaluations, group)[0]
 

@@ -1,4 +1,4 @@
-"""Every: when something that happens every so many steps is due."""
+"""EveryNSteps: decides when a periodic action of a hook is due."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from echelon.zoo.entry import Request
 
 
 class EveryNSteps:
-    """The parameter's number of steps; 0 is never. A step that merged gradients take several turns for is due once."""
+    """The period that a parameter sets, in steps; 0 means never.
+
+    With gradient accumulation a step takes several calls; the action is due only once.
+    """
 
     def __init__(self, request: Request, parameter: str) -> None:
         self.steps = steps_of(request, parameter)
@@ -21,7 +24,7 @@ class EveryNSteps:
 
 
 def steps_of(request: Request, parameter: str) -> int:
-    """A parameter that counts steps."""
+    """Return the value of a parameter that is a number of steps; raise UsageError if it is negative."""
     steps: int = request[parameter]
     if steps < 0:
         raise UsageError(f"--{parameter} {steps} is no number of steps; give 1 or more, or 0 for none")

@@ -1,4 +1,4 @@
-"""Hook: what a run does besides training. Written by users too; see the methods for when each is called."""
+"""Hook: base class of actions of a run besides training, also for user-defined hooks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from echelon.zoo.entry import Data, Request
 
 
 class HookContext(Protocol):
-    """What hooks see of a run.
+    """The interface of a run for hooks.
 
-    steps:       updates so far, those before a resume included
-    total_steps: updates in all, where that is known
-    results:     goes into the JSON that a run ends with
+    steps:       number of updates so far, including those before a resume
+    total_steps: number of updates of the whole run; None if not known
+    results:     further entries of the final JSON line
     """
 
     results: dict[str, Any]
@@ -38,34 +38,37 @@ class HookContext(Protocol):
     def total_steps(self) -> int | None: ...
 
     def stop(self, reason: str) -> None:
-        """Train no more after this step; said before the first step, take none. All ranks must say it alike."""
+        """Stop the run after this step, or before the first one if called in ``begin``; all ranks must call this."""
 
     def say(self, line: str) -> None:
-        """A line on rank 0's console."""
+        """Print a line on the console of rank 0."""
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over the test part; empty where there is none. All ranks call it together."""
+        """Return loss and metrics over the test part; empty if there is none. All ranks call it together."""
 
 
 class Hook:
-    """Made without arguments; parameters of the run are in ``run.request``. Every method runs on all ranks."""
+    """Base class of hooks. The constructor gets no arguments; parameters of the run are in ``run.request``.
+
+    Every method is called on all ranks.
+    """
 
     def log_options(self, request: Request) -> dict[str, Any]:
-        """What it asks of the engine's Log, before there is an engine."""
+        """Return options for the engine's Log; called before the engine exists."""
         return {}
 
     def checkpoint_options(self, request: Request) -> dict[str, Any]:
-        """What it asks of the engine's Checkpoint, before there is an engine."""
+        """Return options for the engine's Checkpoint; called before the engine exists."""
         return {}
 
     def begin(self, run: HookContext) -> None:
-        """Before the first step, after a resume."""
+        """Prepare the hook; called before the first step, after a resume."""
 
     def after_step(self, run: HookContext, loss: Tensor) -> None:
-        """After every step. ``loss`` is on the device: reading its value waits for the GPU."""
+        """Handle the end of a step; ``loss`` is on the device, so reading its value waits for the GPU."""
 
     def after_evaluation(self, run: HookContext, results: dict[str, float]) -> None:
-        """After an evaluation of EvaluationHook; ``run.results["evaluations"]`` has all of them, this one last."""
+        """Handle an evaluation of EvaluationHook; ``run.results["evaluations"]`` has all of them, this one last."""
 
     def end(self, run: HookContext) -> None:
-        """After the last step, whatever ended training, unless it was an error."""
+        """Finish the hook; called after the last step, unless an error ended training."""

@@ -1,4 +1,4 @@
-"""From the words of ``--hooks`` to hooks: ours by name, others by import path."""
+"""Create the hooks of ``--hooks``: built-in ones by name, others by import path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOOKS: dict[str, Callable[[], Hook]] = {
     "EarlyStopHook": EarlyStopHook,
 }
 
-#: Who asks for one of these numbers, which are 0 by default, asks for its hook.
+#: A nonzero value of one of these parameters, which are 0 by default, enables the hook.
 IMPLIED = {
     "profile_every_n_iters": "ProfilerHook",
     "save_checkpoints_steps": "CheckpointSaverHook",
@@ -34,7 +34,7 @@ IMPLIED = {
 
 
 def named_hooks(request: Request) -> dict[str, Hook]:
-    """The hooks of a run by name, in order; evaluation goes first, since others look at what it finds."""
+    """Return the hooks of a run by name, in order; EvaluationHook is first, because other hooks read its results."""
     asked = [_in_our_case(word.strip()) for word in request["hooks"].split(",") if word.strip()]
     asked += [hook for parameter, hook in IMPLIED.items() if steps_of(request, parameter)]
     names = sorted(dict.fromkeys(asked), key=lambda name: name != "EvaluationHook")
@@ -42,7 +42,7 @@ def named_hooks(request: Request) -> dict[str, Hook]:
 
 
 def _in_our_case(name: str) -> str:
-    """Return the hook's name as it is written; users may write it in any case."""
+    """Return the correct spelling of a hook's name, which users may write in any case."""
     return next((known for known in HOOKS if known.lower() == name.lower()), name)
 
 

@@ -1,4 +1,4 @@
-"""Hooks: all hooks of a run in their order, and what they ask of the engine together."""
+"""Hooks: all hooks of a run in their order, and the options that they set on the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.zoo.train.hooks.hook_names import named_hooks
 
 
 class Hooks:
-    """Each call goes to every hook; whatever one of them raises names it."""
+    """All hooks of a run. Each call goes to every hook, and an error of a hook names it."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -32,14 +32,14 @@ class Hooks:
         return "StopAtStepHook" in self.by_name
 
     def log(self, **options: Any) -> Log:
-        """The engine's Log: these options, and on top what hooks ask for. Lines for steps only where one does."""
+        """Return the engine's Log: these options, overridden by hooks; lines for steps only if a hook requests them."""
         for name, hook in self.by_name.items():
             with _naming(name):
                 options |= hook.log_options(self._request)
         return Log(**{"lines": False, **options})
 
     def checkpoint(self, **options: Any) -> Checkpoint:
-        """The engine's Checkpoint, in the same way."""
+        """Return the engine's Checkpoint: these options, overridden by hooks."""
         for name, hook in self.by_name.items():
             with _naming(name):
                 options |= hook.checkpoint_options(self._request)
@@ -68,12 +68,12 @@ class Hooks:
 
 @contextlib.contextmanager
 def _naming(name: str, run: HookContext | None = None) -> Iterator[None]:
-    """What is raised within says which hook raised it, and after which step; an error of ours stays of its kind."""
+    """Add the hook's name and the step to errors raised inside; an EchelonError keeps its class."""
     place = f"{name}, step {run.steps}" if run is not None else name
     try:
         yield
     except EchelonError as error:
-        if hasattr(error, "hook"):  # of one that was called by another
+        if hasattr(error, "hook"):  # already named: the hook was called by another hook
             raise
         raise _marked(type(error)(f"{place}: {error}"), name) from error
     except Exception as error:

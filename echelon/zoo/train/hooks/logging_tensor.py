@@ -1,6 +1,6 @@
-"""LoggingTensorHook: a line with loss and speed every ``log_loss_every_n_iters`` steps; 0, or no such hook: no lines.
+"""LoggingTensorHook: logs loss and speed every ``log_loss_every_n_iters`` steps; 0 disables it.
 
-The engine prints them, because it can do so without waiting for the GPU.
+The engine prints the lines, because it can do so without waiting for the GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""ProfilerHook: a timeline of every ``profile_every_n_iters``-th step.
+"""ProfilerHook: records a timeline of every ``profile_every_n_iters``-th step.
 
-Of all ranks on one clock, in ``timeline/step-000100/`` (see echelon/timeline). Or, where ``profile_at_task`` names one,
-of that rank alone with every operator, as torch's profiler has it, in ``timeline/step-000100-rank-0.json``. Both open
-in Perfetto and chrome://tracing. Between two such steps nothing is recorded.
+By default the timeline has all ranks on one clock, in ``timeline/step-000100/`` (see echelon/observability/trace). If
+``profile_at_task`` is set, torch's profiler records every operator of that rank alone, in
+``timeline/step-000100-rank-0.json``. Both open in Perfetto and chrome://tracing. Other steps are not recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ProfilerHook(Hook):
     def __init__(self) -> None:
         self._recording: TraceSession | None = None
         self._running: profile | None = None
-        self._step = 0  # the one that is recorded
+        self._step = 0  # the step that is recorded; 0 if none
 
     def begin(self, run: HookContext) -> None:
         self._every = steps_of(run.request, "profile_every_n_iters")
@@ -42,7 +42,7 @@ class ProfilerHook(Hook):
     def end(self, run: HookContext) -> None:
         if self._recording is not None:
             self._recording.close(run.engine)
-        if self._running is not None:  # its step never came
+        if self._running is not None:  # the run ended before the step was done
             self._running.stop()
             self._running = None
 
@@ -59,9 +59,9 @@ class ProfilerHook(Hook):
 
     def _start_profile(self, *, on_gpu: bool) -> None:
         if on_gpu:
-            torch.cuda.synchronize()  # what earlier steps left running is no part of this one
+            torch.cuda.synchronize()  # kernels of earlier steps must not be recorded
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        self._running = profile(activities=activities, acc_events=True)  # without, torch warns: of cycles
+        self._running = profile(activities=activities, acc_events=True)  # torch warns about cycles without acc_events
         self._running.start()
 
     def _finish(self, run: HookContext) -> None:
@@ -82,7 +82,7 @@ class ProfilerHook(Hook):
 
 
 def check_profiled_rank(rank: int | None, ranks: int) -> None:
-    """Refuse a rank that the job does not have."""
+    """Raise UsageError if the job does not have this rank."""
     if rank is not None and not 0 <= rank < ranks:
         raise UsageError(f"--profile_at_task {rank}: this job has {ranks} ranks; give one from 0 to {ranks - 1}")
 

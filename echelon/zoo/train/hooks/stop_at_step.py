@@ -1,4 +1,4 @@
-"""StopAtStepHook: training ends after ``stop_at_step`` steps; 0 leaves it to the epochs."""
+"""StopAtStepHook: stops training after ``stop_at_step`` steps; with 0 the number of epochs decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore: the weights that finetuning begins with, from our checkpoints and from the files of others."""
+"""Restore the initial weights of finetuning, from echelon's checkpoints and from files of other libraries."""
 
 from echelon.zoo.train.restore.config_sizes import sizes
 from echelon.zoo.train.restore.fit_weights import RestoreReport, restore

@@ -1,4 +1,4 @@
-"""``sizes``: settings of the model that a file beside the weights states, ``--model_config_file_name``."""
+"""Read the settings of the model from a file beside the weights, ``--model_config_file_name``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from echelon.zoo.train.restore.model_dir import named_file
 
 
 def sizes(request: Request) -> dict[str, Any]:
-    """By the names of the model's settings; empty where no file is named.
+    """Return the settings in the file by name; empty if no file is given.
 
-    Ours is a JSON object of settings, ``model_name`` perhaps among them; for the models of runner ``bert`` it may be
+    The file is a JSON object of settings, with an optional ``model_name``; for models of runner ``bert`` it may also be
     the config.json of Google or Hugging Face.
     """
     if not request["model_config_file_name"]:

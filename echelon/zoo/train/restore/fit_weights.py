@@ -1,4 +1,4 @@
-"""``restore``: weights into a model that may have another head than the one they come from."""
+"""Load weights into a model whose head may differ from the head of the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from echelon.base.errors import CheckpointError
 
-_NAMED = 3  # names in a line
+_NAMED = 3  # largest number of names in a line
 
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What became of a model's weights, by name.
+    """The result of loading weights, by name.
 
-    taken:   they are those of the file
-    remade:  those of a head of another size, with why; freshly drawn
-    missing: the file has none; freshly drawn
-    unused:  of the file, what the model has no place for: heads of another task, as a rule
+    taken:   weights loaded from the file
+    remade:  weights of a head of another size, with the reason; they are initialized at random
+    missing: weights that the file lacks; they are initialized at random
+    unused:  weights of the file that the model lacks, usually heads of another task
     """
 
     taken: list[str]
@@ -29,7 +29,7 @@ class RestoreReport:
     unused: list[str]
 
     def lines(self) -> list[str]:
-        """For the console."""
+        """Return the report as lines for the console."""
         found = [f"weights: {len(self.taken)} taken from the checkpoint"]
         found += [f"{name}: {why}" for name, why in self.remade.items()]
         if self.missing:
@@ -41,14 +41,18 @@ class RestoreReport:
 
 @torch.no_grad()
 def restore(model: nn.Module, weights: Mapping[str, Tensor]) -> RestoreReport:
-    """Fill the model, whole as it is before ``distribute``. Sizes may differ in a head only; else nothing changes."""
+    """Load the weights into the model, before ``distribute``.
+
+    Raises CheckpointError, before the model is changed, if sizes outside of a head differ or the checkpoint is of
+    another model.
+    """
     places: dict[str, Tensor] = model.state_dict(keep_vars=True)
     remade = _remade(places, weights)
     taken = [name for name in places if name in weights and name not in remade]
     for name in taken:
         if places[name].shape != weights[name].shape:
             raise CheckpointError(_misfit(name, places[name], weights[name]))
-    filled = {id(places[name]) for name in taken}  # a tied weight may be there under one of its names
+    filled = {id(places[name]) for name in taken}  # the file may have a tied weight under only one of its names
     missing = [name for name in places if name not in weights and id(places[name]) not in filled]
     unused = [name for name in weights if name not in places]
     _refuse_strangers(places, weights, taken, missing)
@@ -58,7 +62,7 @@ def restore(model: nn.Module, weights: Mapping[str, Tensor]) -> RestoreReport:
 
 
 def _remade(places: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """All tensors of heads of another size: half a head is none."""
+    """Return all tensors of heads of another size, with the reason; a head is never loaded in part."""
     differing = {
         name
         for name, value in places.items()
@@ -98,7 +102,7 @@ def _misfit(name: str, here: Tensor, there: Tensor) -> str:
 def _refuse_strangers(
     places: Mapping[str, Tensor], weights: Mapping[str, Tensor], taken: list[str], missing: list[str]
 ) -> None:
-    """A checkpoint of another model must not pass for a poor beginning."""
+    """Raise CheckpointError if the checkpoint is of another model, which would only train badly otherwise."""
     if not taken:
         raise CheckpointError(
             f"the checkpoint is of another model: it has {_some(weights)}, and the model {_some(places)}; "

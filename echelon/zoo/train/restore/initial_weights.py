@@ -1,4 +1,4 @@
-"""``read_weights``: what ``--model_dir`` and ``--ckpt_file_name`` name, under the names of our models."""
+"""Read the weights of ``--model_dir`` and ``--ckpt_file_name``, renamed for the models of the zoo."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from echelon.zoo.entry import Request
 from echelon.zoo.train.restore.model_dir import named_file
 from echelon.zoo.train.restore.weight_files import read_file
 
-#: In every layer of a BERT as Hugging Face names it, and in none of ours.
+#: Part of a name in every layer of Hugging Face's BERT, and in no model of the zoo.
 _FROM_HUGGING_FACE = ".attention.self.query.weight"
 
 
 def read_weights(request: Request) -> dict[str, Tensor]:
-    """The weights to begin with, in host memory. Every rank reads them for itself."""
+    """Return the initial weights in host memory; every rank reads the file itself."""
     path = named_file(request, "ckpt_file_name", others=(".index.json",))
     weights = read_file(path)
     if not weights:
         raise CheckpointError(f"'{path}' holds no weights; give another --ckpt_file_name")
-    borrowed = ":" in request["model_name"]  # a model of that library has its names
+    borrowed = ":" in request["model_name"]  # a model of the library keeps the library's names
     if not borrowed and any(_FROM_HUGGING_FACE in name for name in weights):
         from echelon.zoo.models.bert_names import from_hugging_face
 

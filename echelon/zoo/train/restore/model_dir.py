@@ -1,4 +1,4 @@
-"""Where what a run begins with lies: files of ``model_dir`` by the parameters that name them."""
+"""Find the files in ``model_dir`` that parameters name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from echelon.base.errors import UsageError
 from echelon.zoo.entry import Request
 
-_SHOWN = 8  # of a folder's files, in a message
+_SHOWN = 8  # largest number of file names in a message
 
 
 def named_file(request: Request, parameter: str, others: tuple[str, ...] = ()) -> Path:
-    """Return what ``parameter`` names: a path below ``model_dir``, or one that is whole by itself.
+    """Return the file that ``parameter`` names: a path below ``model_dir``, or a path of its own.
 
-    others: endings that may be left out
+    others: endings that the parameter may omit
     """
     name = request[parameter]
     if (whole := _whole_path(request, name, others)) is not None:
@@ -28,7 +28,7 @@ def named_file(request: Request, parameter: str, others: tuple[str, ...] = ()) -
 
 
 def _whole_path(request: Request, name: str | None, others: tuple[str, ...]) -> Path | None:
-    """Return a path that exists as it was given, where ``model_dir`` has none of that name."""
+    """Return the path as given if it exists and ``model_dir`` has no file of that name, else None."""
     if not name:
         return None
     ends = ("", *others)
@@ -50,7 +50,7 @@ def folder_of(request: Request, parameter: str) -> Path:
 
 
 def inside(folder: Path) -> str:
-    """What there is, in words."""
+    """Return the names of the files in a folder as text."""
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``check_vocabulary``: a vocabulary and the weights that were trained with it belong together."""
+"""Check that the vocabulary matches the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.zoo.entry import Request
 
 
 def check_vocabulary(model: nn.Module, weights: Mapping[str, Tensor], request: Request) -> None:
-    """Raise when the run's vocabulary has another size than the one of the weights. To be asked before ``restore``."""
+    """Raise CheckpointError if the run's vocabulary and that of the weights differ in size; call before ``restore``."""
     entries = request.get("vocab_size")
     if entries is None:
         return

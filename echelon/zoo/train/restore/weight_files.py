@@ -1,7 +1,7 @@
-"""Weights by name from any file that holds some: our checkpoints, torch's files, safetensors, and sets of both.
+"""Read weights by name from echelon's checkpoints, torch files, safetensors files, and sharded sets of these.
 
-Files may come from strangers. Nothing in them is run: torch's are read as weights only, and an index names no file
-outside its folder.
+Files may be untrusted. No code in them is executed: torch files are loaded with ``weights_only=True``, and an index may
+not name files outside its folder.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint import Stored, find
 from echelon.checkpoint.os_errors import cannot_read, first_line
 
-#: Under which of its entries a training script's file has the weights.
+#: Keys under which files of training scripts have the weights.
 _WITHIN = ("state_dict", "model_state_dict", "model", "module", "weights")
 
-#: What wrappers put before every name: DataParallel, torch.compile.
+#: Prefixes that wrappers add to every name: DataParallel, torch.compile.
 _WRAPPERS = ("module.", "_orig_mod.")
 
 _SUFFIXES = ".safetensors, .pt, .pth, .bin, an index (.index.json) or a checkpoint of ours"
@@ -32,7 +32,7 @@ Weights = dict[str, Tensor]
 
 
 def read_file(path: Path) -> Weights:
-    """All weights that ``path``, a file or a checkpoint's folder, holds."""
+    """Return all weights in ``path``, which is a file or the folder of a checkpoint."""
     if path.is_dir():
         return _checkpoint(path)
     if path.name.endswith(".index.json"):
@@ -44,7 +44,7 @@ def read_file(path: Path) -> Weights:
     raise CheckpointError(f"'{path}' is no file of weights that can be read; give {_SUFFIXES}")
 
 
-# ---- ours ----
+# ---- checkpoints of echelon ----
 
 
 def _checkpoint(path: Path) -> Weights:
@@ -58,7 +58,7 @@ def _checkpoint(path: Path) -> Weights:
     return weights
 
 
-# ---- others' ----
+# ---- other files ----
 
 
 def _safetensors(path: Path) -> Weights:
@@ -75,7 +75,7 @@ def _safetensors(path: Path) -> Weights:
 
 def _torch_file(path: Path) -> Weights:
     try:
-        mapped = zipfile.is_zipfile(path)  # older files are no archives and cannot be mapped
+        mapped = zipfile.is_zipfile(path)  # files of older torch versions are not zip archives and cannot be mapped
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
         raise cannot_read(path, error) from None
@@ -85,7 +85,7 @@ def _torch_file(path: Path) -> Weights:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """A file that is damaged, or one with Python objects, which would run code when they are made."""
+    """Return the message for a damaged file, or for one with Python objects, whose construction could run code."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found is None:
         return _damaged(path, error)
@@ -100,7 +100,7 @@ def _damaged(path: Path, error: Exception) -> str:
 
 
 def _state(content: Any, path: Path) -> Weights:
-    """The weights themselves, however deep a script has put them."""
+    """Return the weights, which may be nested in dicts."""
     if not isinstance(content, Mapping):
         raise CheckpointError(f"'{path}' holds {type(content).__name__}; it must hold weights by name")
     for key in _WITHIN:
@@ -120,11 +120,11 @@ def _unwrapped(weights: Weights) -> Weights:
     return weights
 
 
-# ---- sets ----
+# ---- sharded sets ----
 
 
 def _set(path: Path) -> Weights:
-    """Files that an index shares the weights out to."""
+    """Return the weights of all files that an index names."""
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(file) for file in places.values()})

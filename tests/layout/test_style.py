@@ -1,0 +1,115 @@
+"""Rules of style that a program can see: names of classes, files and tests, first words, words that are not used."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from imports import PACKAGE
+
+#: A docstring begins with none of these.
+NOT_FIRST = {"What", "Who", "Where", "Whether", "How", "Of", "Those", "As", "Whoever", "Whose", "Which", "Why"}
+#: A function's docstring begins with an imperative, so not with these either; a property's may.
+NO_IMPERATIVE = {
+    *("The", "A", "An", "This", "That", "These", "Its", "Their", "All", "Each", "Every", "One", "Both", "Some", "It"),
+    *("From", "In", "For", "By", "With", "Without", "To", "On", "At", "Into", "Within", "Between", "Among", "Around"),
+    *("When", "If", "Not", "No", "So", "Only", "Until", "Before", "After", "While", "They", "None", "Nothing"),
+    *("Returns", "Raises"),
+}
+#: Prose speaks of processes, ranks, objects and user code.
+PEOPLE = re.compile(r"\b(he|his|him|himself|nobody|somebody|whoever|whomever|everybody|anybody)\b")
+VAGUE_FILES = {"files.py", "show.py", "command.py", "words.py", "utils.py", "helpers.py", "common.py", "misc.py"}
+LONGEST_TEST_NAME = 60
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, str]:
+    return {
+        path.relative_to(PACKAGE.parent): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+@pytest.fixture(scope="module")
+def docstrings(sources: dict[Path, str]) -> list[tuple[str, Documented, str]]:
+    """The place, the node and the text of every docstring."""
+    found = []
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                found.append((f"{path}:{getattr(node, 'lineno', 1)}", node, text))
+    return found
+
+
+def first_word(text: str) -> str:
+    return text.split(maxsplit=1)[0].strip(",:;.")
+
+
+def is_property(node: Documented) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ()))
+
+
+def test_class_names_are_unique(sources: dict[Path, str]) -> None:
+    trees = map(ast.parse, sources.values())
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_file_names_say_something(sources: dict[Path, str]) -> None:
+    assert [str(path) for path in sources if path.name in VAGUE_FILES] == []
+
+
+def test_docstrings_begin_with_a_plain_word(docstrings: list[tuple[str, Documented, str]]) -> None:
+    assert [f"{at}: {text.splitlines()[0]}" for at, _, text in docstrings if first_word(text) in NOT_FIRST] == []
+
+
+def test_docstrings_of_functions_begin_with_a_verb(docstrings: list[tuple[str, Documented, str]]) -> None:
+    functions = [
+        (at, text)
+        for at, node, text in docstrings
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node)
+    ]
+    assert [f"{at}: {text.splitlines()[0]}" for at, text in functions if first_word(text) in NO_IMPERATIVE] == []
+
+
+def test_docstrings_speak_of_no_people(docstrings: list[tuple[str, Documented, str]]) -> None:
+    assert [f"{at}: {match[0]}" for at, _, text in docstrings if (match := PEOPLE.search(text))] == []
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_comments_speak_of_no_people(sources: dict[Path, str]) -> None:
+    found = [
+        f"{path}:{line}: {text}"
+        for path, source in sources.items()
+        for line, text in comments(source)
+        if PEOPLE.search(text)
+    ]
+    assert found == []
+
+
+def test_names_of_tests_are_short() -> None:
+    tests = (PACKAGE.parent / "tests").rglob("test_*.py")
+    names = [(path.name, name) for path in tests for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))]
+    assert [place for place in names if len(place[1]) > LONGEST_TEST_NAME] == []
+
+
+def test_commit_subjects_name_an_area() -> None:
+    """``area: imperative``, at most 72 characters, in commits since the rule was made."""
+    command = ["git", "log", "--no-merges", "--since=2026-11-18T00:00:00Z", "--format=%s"]
+    subjects = subprocess.run(
+        command, cwd=PACKAGE.parent, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    assert [line for line in subjects if not re.fullmatch(r"[a-z][a-z_ ,-]*: .+", line) or len(line) > 72] == []
