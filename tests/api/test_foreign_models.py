@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         return layer(x)
 
 
-def test_hidden_states_in_the_output_in_a_pipeline_equal_one_process() -> None:
+def test_pipeline_hidden_states_in_output_equal_one_process() -> None:
     """The last stage holds the embedding for the sake of the output, and has no gradient for it."""
     check([Case(Decoder, words, in_stages(schedule=schedule)) for schedule in ("1f1b", "zero-bubble")], ranks=2)
     check([Case(Decoder, words, in_stages()), Case(Decoder, words, in_stages(), {"shard": 1})], ranks=4)
@@ -271,7 +271,8 @@ class Spoken(Decoder):
         return {"loss": loss / len(input_ids)}
 
 
-def test_what_torch_has_no_shape_rule_for_is_recorded_and_profiled() -> None:
+def test_operations_without_shape_rule_recorded_and_profiled() -> None:
+    """Operations for which torch has no shape rule are recorded and profiled."""
     check(
         [
             Case(Spoken, words, in_stages()),
@@ -323,7 +324,7 @@ class CachedDecoder(Decoder):
         return layer(x, self.__dict__["cache"])
 
 
-def test_recompute_switches_caches_off_until_the_engine_is_closed() -> None:
+def test_recompute_disables_caches_until_engine_is_closed() -> None:
     cases = [Case(CachedDecoder, words, in_stages(), {"recompute": True}), Case(CachedDecoder, words, {}, {"shard": 3})]
     check([*cases, Case(CachedDecoder, words, {}, {"shard": 3, "recompute": True})], ranks=2)
     model, said = CachedDecoder(), io.StringIO()

@@ -75,7 +75,8 @@ def by_hand(optimizer_text: str) -> list[list[list[float]]]:
     return weights
 
 
-def test_training_does_without_the_tracer_and_compiles_afterwards():
+def test_training_without_tracer_can_compile_afterwards():
+    """Training does not import the tracer, and compiling works afterwards."""
     optimizer = "SGD(model.parameters(), lr=0.1, momentum=0.9)"
     found = in_a_fresh_process(TRAINED.format(optimizer=optimizer))
     plain, later = by_hand(optimizer)

@@ -21,7 +21,8 @@ from echelon.base.wait_notice import AFTER, WaitNotice, name_ranks
 from echelon.distributed.join_ranks import join_ranks
 
 
-def test_the_line_comes_after_five_seconds_and_again_only_if_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_notice_after_five_seconds_repeats_only_if_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line comes after five seconds, and again only if it changed."""
     assert AFTER == 5.0
     now, said = [100.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -68,7 +69,7 @@ def test_a_rank_that_waits_for_another_names_it(tmp_path: Path) -> None:
     assert second.endswith(", where nothing listens yet; it gives up after 90 s\n")
 
 
-def test_a_rank_that_meets_another_program_at_the_port_ends_in_time() -> None:
+def test_join_with_other_program_at_port_fails_in_time() -> None:
     """torch's own call would wait for its answer for ever."""
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))

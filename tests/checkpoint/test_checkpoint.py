@@ -116,7 +116,8 @@ def test_any_number_of_ranks_loads_what_any_number_wrote(tmp_path, wrote, reads)
     verify(tmp_path)
 
 
-def test_replicated_tensors_are_written_once_and_every_rank_writes_its_share(tmp_path):
+def test_save_replicated_tensors_written_once_shared_by_ranks(tmp_path):
+    """Replicated tensors are written once, and every rank writes its share of them."""
     run(save_model, tmp_path, ranks=4)
     sizes = [path.stat().st_size for path in latest(tmp_path).glob("rank-*.safetensors")]
     data = sum(value.nbytes for value in model().values())
@@ -190,7 +191,8 @@ def save_and_go_on_training(directory, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_holds_the_values_of_the_moment_it_was_asked_for(tmp_path, ranks, device):
+def test_checkpoint_holds_values_of_the_moment_of_the_call(tmp_path, ranks, device):
+    """A checkpoint holds the values of the moment it was requested, although training goes on meanwhile."""
     run(save_and_go_on_training, tmp_path, device, ranks=ranks)
     wanted = model()
     for step in range(3):
@@ -271,7 +273,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert steps_in(tmp_path) == ["step-00000005"]
 
 
-def test_a_replacement_cut_short_leaves_the_earlier_one_to_be_found(tmp_path):
+def test_interrupted_replacement_leaves_earlier_checkpoint(tmp_path):
+    """A replacement that was interrupted leaves the earlier checkpoint to be found."""
     kept = Writer(tmp_path, asynchronous=False)
     kept.save(5, {"x": torch.tensor(1)}, {}).rename(tmp_path / ".step-00000005.replaced")
     assert Stored(find(tmp_path)).read("x") == 1

@@ -180,7 +180,7 @@ def save_for(directory, seconds, number):
     return failed
 
 
-def test_published_is_complete_even_where_nothing_keeps_two_apart(tmp_path):
+def test_published_checkpoint_complete_without_writer_exclusion(tmp_path):
     """As on a file system without locks: two writers sweep, replace and prune each other's."""
     jobs = [context.Process(target=save_for, args=(tmp_path, 4.0, number), daemon=True) for number in (1, 2)]
     for job in jobs:

@@ -262,7 +262,8 @@ def fill_the_disk(directory, full, wait):
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(("ranks", "full"), [(1, [0]), (2, [0]), (2, [1]), (3, [1, 2])])
-def test_a_full_disk_on_one_rank_is_heard_on_all_and_leaves_nothing_behind(tmp_path, ranks, full, wait):
+def test_full_disk_on_one_rank_raises_on_all_leaves_no_files(tmp_path, ranks, full, wait):
+    """A full disk on one rank raises the same error on all ranks and leaves no files of that save."""
     lines = run(fill_the_disk, tmp_path, full, wait, ranks=ranks)
     who = f"rank {full[0]}: " if ranks > 1 else ""
     assert len(set(lines)) == 1

@@ -57,7 +57,8 @@ def assert_whole(directory, ranks=1):
     return stored.step
 
 
-def test_a_process_killed_again_and_again_loses_no_complete_checkpoint(tmp_path):
+def test_repeatedly_killed_process_keeps_complete_checkpoints(tmp_path):
+    """A process that is killed again and again loses no complete checkpoint."""
     chance, step, states = random.Random(0), 0, set()
     for _ in range(KILLS):
         begun = _context.Event()

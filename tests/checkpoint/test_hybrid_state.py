@@ -429,7 +429,8 @@ def stopped_and_resumed(stops: Sequence[Stop], directory: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_run_that_stops_and_goes_on_in_its_layout_ends_bit_for_bit_the_same(ranks: int, tmp_path: Path) -> None:
+def test_hybrid_resume_in_same_layout_ends_bit_identical(ranks: int, tmp_path: Path) -> None:
+    """A run that stops and resumes in its layout ends bit for bit like an uninterrupted one."""
     stops = [stop for stop in STOPS if stop.ranks == ranks]
     for rank, results in enumerate(run(stopped_and_resumed, stops, str(tmp_path), ranks=ranks, timeout=180)):
         for stop, (through, before, resumed) in zip(stops, results, strict=True):
@@ -453,7 +454,8 @@ def dropping_differently(directory: str) -> dict[str, Tensor]:
     return {name: value for name, value in held.items() if "last.2" not in name}
 
 
-def test_replicas_that_become_halves_draw_the_same_random_numbers(tmp_path: Path) -> None:
+def test_replicas_resumed_as_split_halves_draw_same_random(tmp_path: Path) -> None:
+    """Replicas that are resumed as halves of a split draw the same random numbers."""
     first, second = run(dropping_differently, str(tmp_path))
     assert_same(first, second, 0.0, "dp2 -> split2")
 
@@ -475,7 +477,7 @@ def by_norms(layouts: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def test_lars_and_lamb_go_by_norms_of_whole_parameters_in_every_layout() -> None:
+def test_lars_lamb_use_whole_parameter_norms_in_every_layout() -> None:
     one = run(by_norms, ["one"], ranks=1)[0]
     for ranks in (2, 3, 4):
         here = [name for name in NORMED if LAYOUTS[name].ranks == ranks]

@@ -126,7 +126,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_stopped_run_ends_bit_for_bit_where_an_undisturbed_one_ends(name: str, runs: Any) -> None:
+def test_strategy_resumed_run_ends_bit_identical(name: str, runs: Any) -> None:
+    """A run that was stopped and resumed ends bit for bit where an uninterrupted one ends."""
     through, again = runs
     for rank in range(2):
         expected, found = through[rank][name], again[rank][name]
@@ -208,7 +209,8 @@ def local_convnet() -> tuple[list[dict[str, Tensor]], dict[str, float], Tensor]:
     return seen, shown, momentum
 
 
-def test_batch_norm_statistics_meet_with_the_weights_and_evaluation_sees_the_average() -> None:
+def test_localsgd_batch_norm_averaged_with_weights_and_in_eval() -> None:
+    """Batch norm statistics are averaged together with the weights, and evaluation uses the average."""
     (first, shown, momentum), (second, shown_too, other_momentum) = run(local_convnet)
     assert not torch.equal(momentum, other_momentum), "momentum was averaged without being asked"
     for step in range(7):
@@ -250,7 +252,8 @@ def local_with_uneven_data() -> list[float]:
     return [engine.steps, float(moved)]
 
 
-def test_a_rank_without_samples_does_not_step_on_a_stand_in_batch() -> None:
+def test_localsgd_rank_without_samples_takes_no_step() -> None:
+    """A rank without samples does not step on a stand-in batch."""
     assert run(local_with_uneven_data) == [[2, 1.0], [2, 0.0]]
 
 
@@ -269,7 +272,8 @@ def local_with_nan() -> None:
         engine.step(torch.full((2, 4), bad), torch.zeros(2, dtype=torch.int64))
 
 
-def test_a_loss_that_is_not_a_number_names_its_rank_where_ranks_step_alone() -> None:
+def test_localsgd_nan_loss_names_its_rank() -> None:
+    """Where ranks step alone, the error for a loss that is not a number names the rank."""
     first, second = errors(local_with_nan)
     assert second.startswith("LossError: the loss is nan at step 1 on rank 1")
     assert first.startswith("PeerLost: ")

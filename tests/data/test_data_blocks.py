@@ -110,7 +110,7 @@ def test_only_a_few_blocks_are_ever_held(workers, prefetch):
     assert data.fetched == list(range(50)), "in the order of the pass, each once"
 
 
-def test_other_blocks_cannot_go_on_in_the_middle_of_a_shuffled_epoch():
+def test_other_blocks_in_a_shuffled_epoch_are_refused():
     """They would be mixed in another way, so that rows were lost or seen twice."""
     _, state = epoch(Numbered([10] * 6), stop=2, batch_size=8)
     with pytest.raises(DataError, match="blocks=6, this loader has blocks=3"):

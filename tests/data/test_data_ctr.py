@@ -145,7 +145,7 @@ def test_a_quoted_empty_text_is_not_a_missing_one(tmp_path):
     assert label.tolist() == [1, 0, 1]
 
 
-def test_columns_may_share_their_ids_and_numbers_have_any_transform(tmp_path):
+def test_columns_share_ids_and_numbers_take_any_transform(tmp_path):
     (tmp_path / "a.csv").write_text("friend,n,user\nann,3,ann\nbob,-4,ann\n")
     shared = {"user": "person", "friend": "person"}
     dataset = CtrFiles(
@@ -208,7 +208,8 @@ def test_drop_keeps_full_batches(day, ranks):
     assert {share for batches in taken for share, _ in batches} == {6}
 
 
-def test_files_order_without_shuffle_and_another_in_each_epoch_with_it(day):
+def test_row_order_follows_files_or_is_shuffled_per_epoch(day):
+    """Rows come in the order of the files without shuffle, and in another order in each epoch with it."""
     assert [n for _, rows in epoch(day, 0, 1, shuffle=False) for n in rows] == list(range(101))
     made, _ = loader(day)
     first, second = ([n for _, dense, _ in made for n in row_numbers(dense)] for _ in range(2))
@@ -318,7 +319,7 @@ def test_a_broken_line_is_named(tmp_path, spoil, line):
     assert "\n" not in str(raised.value)
 
 
-def test_a_header_counts_as_a_row_and_empty_lines_at_the_end_do_not(tmp_path):
+def test_row_numbers_count_headers_but_not_trailing_empty_lines(tmp_path):
     (tmp_path / "a.csv").write_text("label,x\n1,2\n0,oops\n\n\n")
     dataset = CtrFiles(tmp_path / "a.csv", format="csv", numeric=["x"])
     assert len(dataset) == 2

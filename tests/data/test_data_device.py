@@ -36,7 +36,8 @@ def test_on_the_cpu_the_tensors_are_handed_out_as_they_are():
 
 @pytest.mark.skipif(not GPUS, reason="needs a GPU")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_copied_ahead_are_complete_and_state_counts_only_those_handed_out(workers):
+def test_prefetched_batches_are_complete_and_uncounted(workers):
+    """Batches copied ahead to the device are complete, and the state counts only those handed out."""
     data = torch.randn(64, 1 << 18)
     here, shares = Loader((data,), batch_size=4), []
     there = Loader((data,), batch_size=4, device=torch.device("cuda"), workers=workers, on_share=shares.append)

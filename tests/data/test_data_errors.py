@@ -76,14 +76,16 @@ def test_mistakes_are_one_line(options, kind, line, workers):
     assert "\n" not in str(caught.value)
 
 
-def test_the_length_of_a_stream_is_unknown_but_a_list_of_it_can_be_made():
+def test_stream_length_is_unknown_but_list_works():
+    """The length of a loader over a stream is unknown, but a list of its batches can be made."""
     loader = Loader(Counting(9), batch_size=4)
     with pytest.raises(EchelonError, match="the number of batches in Counting is not known before it is read"):
         len(loader)
     assert len(list(loader)) == 3
 
 
-def test_an_error_of_the_data_set_itself_keeps_its_type_and_says_where():
+def test_data_set_error_keeps_its_type_and_names_the_sample():
+    """An error that the data set raises keeps its type and has a note that names the sample."""
     with pytest.raises(OSError, match="disk error") as caught:
         list(Loader(Broken(9), batch_size=4, shuffle=False))
     assert caught.value.__notes__ == ["echelon: while reading sample 0"]

@@ -114,7 +114,7 @@ def test_a_stopped_run_goes_on_exactly(folder, uneven):
     assert [seen + after for (seen, _), after in zip(parts, rest, strict=True)] == whole
 
 
-def test_another_number_of_ranks_may_begin_an_epoch_but_not_continue_one(folder):
+def test_other_world_size_may_begin_but_not_continue_an_epoch(folder):
     (_, state), _ = run(read_all, folder, stop_after=1)
     line = errors(read_all, folder, ranks=3, state=state)
     assert (
@@ -165,7 +165,7 @@ def take_steps_together(folder):
         return steps, type(error).__name__, str(error)
 
 
-def test_a_file_that_cannot_be_read_ends_the_run_on_all_ranks_at_one_step(folder):
+def test_unreadable_file_ends_all_ranks_at_the_same_step(folder):
     (folder / "2.txt").write_text("200\n201\nthree\n")
     first, second = run(take_steps_together, folder)
     assert first == (3, "ValueError", "invalid literal for int() with base 10: 'three\\n'")

@@ -142,7 +142,7 @@ def train(kind: str) -> str | None:
     ("kind", "lengths"),
     [("lengths", ("199", "200")), ("own lengths", ("197", "200"))],
 )
-def test_data_sets_of_different_lengths_are_refused_on_every_rank(kind: str, lengths: tuple[str, str]) -> None:
+def test_data_sets_of_unequal_length_are_refused_on_every_rank(kind: str, lengths: tuple[str, str]) -> None:
     for line in run(train, kind, ranks=2):
         assert line == (
             f"rank 1 was given a data set of {lengths[0]} samples and rank 0 one of {lengths[1]}; engine.loader() "
@@ -166,7 +166,8 @@ def given(kind: str) -> str | None:
 
 
 @pytest.mark.parametrize(("kind", "rank"), [("second loader", 1), ("third", 2)])
-def test_every_loader_is_compared_and_a_wrong_length_counts_more_than_other_contents(kind: str, rank: int) -> None:
+def test_every_loader_is_compared_with_lengths_before_contents(kind: str, rank: int) -> None:
+    """Every loader is compared, and a wrong length is reported in preference to other contents."""
     for line in run(given, kind, ranks=3):
         assert (line or "").startswith(f"rank {rank} was given a data set of 19")
 

@@ -68,7 +68,7 @@ def test_every_number_of_ranks_takes_the_same_steps(kind, shuffle):
     assert (alone[:5] == alone[5:]) is not shuffle, "each epoch has a shuffle of its own"
 
 
-def test_the_order_depends_on_the_seed_and_not_on_the_kind_of_indexed_data():
+def test_order_depends_on_seed_and_not_on_kind_of_indexed_data():
     tensors = (torch.arange(50), torch.arange(50) ** 2)
     orders = [
         [numbers(batch) for batch in Loader(data, batch_size=8, seed=seed)]
@@ -81,7 +81,8 @@ def test_the_order_depends_on_the_seed_and_not_on_the_kind_of_indexed_data():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_pad_shows_every_sample_and_gives_all_ranks_the_same_number(kind, world_size):
+def test_pad_shows_every_sample_in_equal_shares_per_rank(kind, world_size):
+    """With padding every sample is seen, and all ranks get the same number of samples in each step."""
     steps = by_step(KINDS[kind](41), world_size, 12)
     seen = Counter(number for step in steps for number in joined(step))
     assert set(seen) == set(range(41))

@@ -132,7 +132,8 @@ def test_a_state_from_the_last_batch_has_an_empty_rest():
         ({"dataset": Squares(21)}, "size=20, this loader has size=21"),
     ],
 )
-def test_a_state_of_another_order_is_refused_in_the_middle_of_an_epoch_only(options, line):
+def test_state_of_another_order_is_refused_only_mid_epoch(options, line):
+    """A state of another order is refused in the middle of an epoch and accepted at its start."""
     loader = Loader(Squares(20), batch_size=4)
     at_start = loader.state_dict()
     next(iter(loader))

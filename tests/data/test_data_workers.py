@@ -65,7 +65,9 @@ def test_workers_give_the_same_batches_in_the_same_order(kind, uneven):
         assert read(DATA[kind], uneven=uneven, workers=workers) == alone
 
 
-def test_workers_after_an_epoch_left_early_begin_the_next_one_cleanly():
+def test_workers_begin_cleanly_after_an_epoch_left_early():
+    """Workers begin the next epoch cleanly after one that was left early."""
+
     def run(workers):
         loader, seen = Loader(DATA["stream"], batch_size=4, workers=workers), []
         for epoch in loader.epochs(3):
@@ -85,7 +87,8 @@ def test_augmentation_is_the_same_for_any_number_of_ranks(kind):
     assert sorted(halves[0] + halves[1]) == alone
 
 
-def test_augmentation_is_fresh_in_every_epoch_and_different_for_every_sample():
+def test_augmentation_differs_by_epoch_and_by_sample():
+    """Augmentation is drawn anew in every epoch and is different for every sample."""
     drawn = [values for _, values in read(Augmented(24), epochs=2)]
     assert len({value for values in drawn for value in values}) == 24 * 2 * 3
 
@@ -140,7 +143,8 @@ def thirds(samples):
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_what_the_cache_froze_does_not_depend_on_workers_or_on_when_it_was_read(kind):
+def test_cached_samples_do_not_depend_on_workers_or_epoch(kind):
+    """The samples that the cache keeps depend neither on workers nor on the epoch in which they were read."""
     alone = read(DATA[kind], epochs=3, cache=True)
     assert read(DATA[kind], epochs=3, cache=True, workers=2) == alone
     later = Loader(DATA[kind], batch_size=4, seed=11, cache=True)

@@ -179,7 +179,7 @@ def test_what_a_server_refuses_is_one_line(server: Any, tmp_path: Path) -> None:
     assert "attempts" in refused({"base": "http://127.0.0.1:9", "files": ["a"], "retries": 1}, tmp_path)
 
 
-def test_a_stranger_certificate_and_a_redirect_to_http_are_refused(
+def test_untrusted_certificate_and_redirect_to_http_are_refused(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from echelon.data.download import http as web

@@ -59,7 +59,8 @@ def test_there_are_blocks() -> None:
     assert len(blocks()) >= 5
 
 
-def test_every_option_of_run_is_on_its_page_with_the_variables_it_heeds() -> None:
+def test_run_options_documented_with_their_variables() -> None:
+    """Every option of run is on its page, with the environment variables that it reads."""
     page = (ROOT / "docs" / "launch.md").read_text()
     options = {option: each for each in get_command(app).commands["run"].params for option in each.opts}  # type: ignore[attr-defined]
     assert [name for name in options if name.startswith("-") and not re.search(f"`{name}(?![a-z-])", page)] == []

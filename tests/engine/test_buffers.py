@@ -133,7 +133,8 @@ class Late(Centred):
         return super().forward(x)
 
 
-def test_buffers_that_part_later_are_found_when_the_model_is_shown() -> None:
+def test_buffers_diverging_later_reported_when_model_is_shown() -> None:
+    """Buffers that begin to differ between ranks later are found when the model is shown."""
     (first, lines), (second, _) = run(train, Late)
     assert [line.partition(" differ ")[0] for line in lines] == ["buffers: 'mean' and 2 more"]
     assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
@@ -184,13 +185,14 @@ def in_stages() -> dict[str, Trained]:
     return {"even": train(Averaging, (8,), STAGES)[0]}
 
 
-def test_buffers_fed_by_weights_of_other_stages_are_those_of_one_process() -> None:
+def test_buffers_from_other_stages_weights_equal_one_process() -> None:
+    """Buffers computed from weights of other stages equal those of one process."""
     expected = plain(Averaging, micro=2)
     for found in run(in_stages):
         assert_same(found["even"], expected)
 
 
-def test_a_buffer_that_changes_after_its_stage_has_ended_is_refused() -> None:
+def test_buffer_changed_after_its_stage_ended_is_refused() -> None:
     for line in errors(train, Ended, (8,), STAGES):
         assert line == (
             "UsageError: buffer 'late' is changed after a module of stage 1 was called, but stage 0 has it, which has "

@@ -154,7 +154,8 @@ def seen(state: dict[str, Any] | None, ranks: int, steps: int, size: int = 203) 
     return numbers, loader.state_dict()
 
 
-def test_no_sample_is_lost_or_doubled_within_an_epoch_over_4_then_2_then_3_ranks() -> None:
+def test_epoch_over_4_2_3_ranks_loses_or_repeats_no_sample() -> None:
+    """An epoch read by 4, then 2, then 3 ranks loses no sample and repeats none."""
     first, state = seen(None, 4, 2)
     second, state = seen(state, 2, 3)
     third, state = seen(state, 3, 1)
@@ -167,7 +168,8 @@ def test_no_sample_is_lost_or_doubled_within_an_epoch_over_4_then_2_then_3_ranks
     assert sorted(alone) == sorted(full)
 
 
-def test_a_batch_smaller_than_the_number_of_ranks_leaves_some_with_a_stand_in() -> None:
+def test_batch_smaller_than_ranks_gives_some_a_stand_in() -> None:
+    """With a batch smaller than the number of ranks, some ranks get a stand-in batch."""
     held: list[int] = []
     for rank in range(4):
         loader = Loader((torch.arange(9),), batch_size=1, total=3, rank=rank, world_size=4, on_share=held.append)
@@ -175,7 +177,8 @@ def test_a_batch_smaller_than_the_number_of_ranks_leaves_some_with_a_stand_in() 
     assert held == [1] * 9 + [0] * 3
 
 
-def test_files_of_their_own_begin_an_epoch_anew_with_a_line_and_without_the_rule_refuse(tmp_path: Path) -> None:
+def test_per_rank_files_restart_epoch_or_refuse_without_rule(tmp_path: Path) -> None:
+    """Where ranks read their own files, a resize restarts the epoch with a notice; without the rule it is refused."""
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text("\n".join(str(10 * number + i) for i in range(10)))
 
@@ -243,9 +246,10 @@ def test_merged_stages_are_neighbours_and_keep_their_marks() -> None:
     assert fit_to_ranks(None, marks, listed, 6, 2) == (marks, listed, None)
 
 
-def test_the_rule_is_in_force_where_hosts_may_come_and_go_or_where_it_was_given(
+def test_elastic_rule_in_force_with_elastic_hosts_or_if_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The elastic rule is in force where the number of hosts may change or where it was given."""
     monkeypatch.delenv(ELASTIC, raising=False)
     assert rule_in_force(None, by_servers=False) is None
     assert rule_in_force(Elastic(batch="scale"), by_servers=False) == Elastic(batch="scale")
@@ -260,7 +264,8 @@ def test_the_rule_is_in_force_where_hosts_may_come_and_go_or_where_it_was_given(
     assert Elastic().factor(4.0) == 1.0
 
 
-def test_the_beginning_outlives_resizes_and_states_without_it_begin_now() -> None:
+def test_elastic_state_start_survives_resize_else_starts_now() -> None:
+    """The sizes at the start of the run survive resizes, and a state without them starts with the current ones."""
     began = ElasticState(Elastic(), 4)
     began.replicas = 4
     began.made(32)

@@ -195,7 +195,8 @@ def every_kind_of_batch() -> list[tuple[float, Tensor]]:
     ]
 
 
-def test_batches_by_position_by_name_and_models_with_their_own_loss() -> None:
+def test_batch_by_position_by_name_and_model_loss_agree() -> None:
+    """Batches given by position, by name and to models with their own loss give the same losses and weights."""
     for results in run(every_kind_of_batch, ranks=2):
         for loss, weight in results[1:]:
             assert loss == pytest.approx(results[0][0], rel=1e-6)
@@ -309,11 +310,11 @@ def check_adversarial(strategies: Sequence[tuple[str, Strategy]], ranks: int) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_two_optimizers_in_a_loop_of_ones_own_equal_plain_pytorch(ranks: int) -> None:
+def test_two_optimizers_in_own_loop_equal_plain_pytorch(ranks: int) -> None:
     check_adversarial([("example", Strategy())], ranks)
 
 
-def test_two_optimizers_in_an_own_loop_with_shards_equal_plain_pytorch() -> None:
+def test_two_optimizers_in_own_loop_sharded_equal_plain_pytorch() -> None:
     """The judge is stepped between forward and backward of the generator, whose weights must stay as they are."""
     kinds = [(kind, 3) for kind in NETS] + [("example", 1), ("example", 2), ("small", 1)]
     check_adversarial([(kind, Strategy(shard=level)) for kind, level in kinds], ranks=2)

@@ -40,7 +40,7 @@ def test_ranks_with_different_models_are_told_where_they_differ() -> None:
         assert "[3, 3] against [2, 3]" in line or "[3] against [2]" in line
 
 
-def test_ranks_with_different_strategies_are_told_where_they_differ() -> None:
+def test_different_strategies_on_ranks_error_names_difference() -> None:
     for line in errors(different_strategy, ranks=2):
         assert "gradient_merge: 2 against 1" in line
 
@@ -140,7 +140,8 @@ def divided(size: int) -> tuple[int, int]:
     return len(next(iter(loader))[0]), loader.global_batch
 
 
-def test_a_global_batch_is_divided_or_the_nearest_that_can_be_is_named() -> None:
+def test_global_batch_divided_or_error_names_nearest_sizes() -> None:
+    """A global batch is divided over the replicas, or the error names the nearest sizes that can be."""
     assert run(divided, 12, ranks=3) == [(4, 12)] * 3
     for line in errors(divided, 16, ranks=3):
         assert line == "DataError: global_batch=16 cannot be divided over 3 replicas; 15 or 18 can"

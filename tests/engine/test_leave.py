@@ -97,9 +97,10 @@ def left(directory: Path) -> list[int]:
     ],
     ids=["three replicas", "pipeline", "one process"],
 )
-def test_all_stop_after_one_step_and_the_resumed_run_is_the_undisturbed_one(
+def test_signal_stops_all_at_one_step_and_resume_is_identical(
     tmp_path: Path, ranks: int, asked: int, number: int, options: dict[str, Any]
 ) -> None:
+    """All ranks stop after the same step, and the resumed run equals an uninterrupted one."""
     after = 0.05 + 0.15 * torch.rand(1).item()
     ends = run_raw(be_asked, str(tmp_path), asked, int(number), after, ranks=ranks, **options)
     assert ends == [Died(REQUEUE)] * ranks
@@ -130,7 +131,8 @@ def say_goodbye(directory: str) -> None:
         be_asked(directory, 0, int(signal.SIGTERM), 0.05, console=True)
 
 
-def test_one_line_says_what_was_saved_and_what_the_exit_code_means(tmp_path: Path) -> None:
+def test_signal_prints_line_with_saved_step_and_exit_code(tmp_path: Path) -> None:
+    """One line says what was saved and what the exit code means."""
     assert run_raw(say_goodbye, str(tmp_path), ranks=1) == [Died(REQUEUE)]
     *_, last = (tmp_path / "console").read_text().splitlines()
     step = left(tmp_path)[0]
@@ -168,7 +170,8 @@ def nobody_asks(directory: str) -> tuple[int, bool, bool, bool]:
     return looks, there, restored, mark.exists()
 
 
-def test_steps_look_into_the_store_only_when_asked_and_close_puts_the_handlers_back(tmp_path: Path) -> None:
+def test_steps_skip_store_without_signal_close_restores_handlers(tmp_path: Path) -> None:
+    """Steps look into the store only after a signal, and close() restores the signal handlers."""
     assert run(nobody_asks, str(tmp_path), ranks=2) == [(0, True, True, False)] * 2
 
 

@@ -134,9 +134,8 @@ def memories() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_when_one_of_two_hosts_is_lost_new_ranks_end_bit_for_bit_where_undisturbed_ones_do(
-    lost: int, memories: Any
-) -> None:
+def test_memory_lost_host_new_ranks_end_bit_identical(lost: int, memories: Any) -> None:
+    """When one of two hosts is lost, the new ranks end bit for bit where an uninterrupted run ends."""
     cases = CASES if lost == 0 else {"pipeline x data": CASES["pipeline x data"]}
     pairs = {name: [memories(), memories()] for name in cases}
     first = {name: told(pair, [2, 2], 0, COPIED) for name, pair in pairs.items()}
@@ -192,7 +191,8 @@ def held(memory: MemoryCheckpointPlugin) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
-def test_a_copy_every_step_costs_at_most_one_and_older_rounds_give_way(memories: Any) -> None:
+def test_memory_copy_every_step_loses_at_most_one_old_rounds_go(memories: Any) -> None:
+    """With a copy every step at most one step is lost, and the copies of older rounds are removed."""
     pair, case = [memories(), memories()], Case(Strategy(shard=3))
     whole = run_raw(dies, case, told([memories(), memories()], [1, 1], 0, 100), TOTAL, {}, ranks=2, hosts=2)
     run_raw(dies, case, told(pair, [1, 1], 0, 1), TOTAL, {0: 4, 1: 4}, ranks=2, hosts=2)
@@ -238,7 +238,8 @@ def test_a_copy_that_was_not_finished_is_not_there() -> None:
     bank.close()
 
 
-def test_strangers_and_nonsense_are_hung_up_on_and_take_no_memory(memories: Any) -> None:
+def test_memory_server_rejects_strangers_and_malformed_requests(memories: Any) -> None:
+    """Connections without the secret or with malformed requests are closed and take no memory."""
     memory = memories()
     host, port = memory.server.address.split(":")
     with pytest.raises(SnapshotRefusedError, match="secret"):

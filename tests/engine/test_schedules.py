@@ -70,7 +70,7 @@ def test_luong_with_any_number_of_steps(scheme: str, times: int, total: int) -> 
         assert found[-1] == 0.5**times
 
 
-def test_t2t_warm_up_starts_a_hundred_times_smaller_and_multiplies_the_decay() -> None:
+def test_t2t_warmup_starts_at_one_percent_and_multiplies_decay() -> None:
     found = rates(20, lr=0.5, warmup_steps=10)
     np.testing.assert_allclose(found[:10], 0.5 * 0.01 ** (1 - np.arange(10) / 10))
     assert found[0] == pytest.approx(0.005)

@@ -27,9 +27,7 @@ from echelon.fastpath import compile as compiled
 from echelon.fastpath.fast_path import prepare
 from echelon.fastpath.fused_optimizers import fuse
 from echelon.fastpath.inspect import requested_fast_path, traits_of, with_fast_path
-from echelon.fastpath.policy import OFF, decide
-from echelon.fastpath.startup_lines import lines
-from echelon.fastpath.traits import DeviceCapabilities, FastPathTraits
+from echelon.fastpath.policy import OFF, DeviceCapabilities, FastPathTraits, decide, startup_lines
 from echelon.plan import Plan, make_plan
 from echelon.strategy import Amp, Shard
 from echelon.strategy.fastpath_choice import FastPathChoice
@@ -59,7 +57,7 @@ def test_on_a_gpu_everything_that_is_safe_is_on() -> None:
 def test_on_a_cpu_nothing_is_on_by_itself_and_nothing_is_said() -> None:
     chosen = decide(Fast(), None, with_traits(machine=DeviceCapabilities(), unset={}, convolutions=True))
     assert chosen == FastPathChoice()
-    assert list(lines(chosen)) == []
+    assert list(startup_lines(chosen == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: FastPathTra
     everything = decide(asked, amp, TRANSFORMER)
     assert chosen.left_out.keys() == {part}
     assert chosen.left_out[part].startswith(reason)
-    assert f"fast: {part} left out: {chosen.left_out[part]}" in list(lines(chosen))
+    assert f"fast: {part} left out: {chosen.left_out[part]}" in list(startup_lines(chosen
     field = {"compile": "compiled", "fused optimizers": "fused"}.get(part, part)
     assert not getattr(chosen, field)
     kept = {name: value for name, value in vars(everything).items() if name not in (field, "left_out")}
@@ -121,12 +119,13 @@ def test_switched_off_means_nothing_at_all() -> None:
         (Fast(), None, {"machine": DeviceCapabilities(), "unset": {}}, False),
     ],
 )
-def test_odd_output_layers_are_padded_where_16_bits_are_computed_in_and_the_compiler_does_not(
+def test_odd_output_layers_padded_in_16_bits_without_compiler(
     asked: Fast, amp: Any, changes: dict[str, Any], padded: bool
 ) -> None:
+    """Odd output layers are padded where computation is in 16 bits and the compiler does not pad them."""
     chosen = decide(asked, amp, with_traits(odd=("head",), **changes))
     assert chosen.padded == (("head",) if padded else ())
-    assert any("padded head" in line for line in lines(chosen)) is padded
+    assert any("padded head" in line for line in startup_lines(chosen is padded
     assert "padding" not in chosen.left_out
 
 
@@ -167,14 +166,15 @@ def test_a_wish_overrules_what_would_only_be_slow() -> None:
     assert decide(Fast(compile="whole"), None, traits).compiled == ("",)
 
 
-def test_where_steps_cannot_be_graphs_it_is_not_said_unless_asked() -> None:
+def test_graphs_impossible_not_reported_unless_requested() -> None:
+    """Where steps cannot be CUDA graphs, that is not reported unless graphs were requested."""
     chosen = decide(Fast(), None, with_traits(uncaptured="2 ranks talk"))
     assert not chosen.graphs
     assert "CUDA graphs" not in chosen.left_out
 
 
 def test_the_announcement_names_every_part() -> None:
-    said = list(lines(decide(Fast(), None, with_traits(convolutions=True, unfused="servers step"))))
+    said = list(startup_lines(decide(Fast(), None, with_traits(convolutions=True, unfused="servers step"))))
     assert said == [
         "fast: compiled 24 blocks of layers.*; bf16 (Strategy(amp=False) keeps fp32); channels last; "
         "CUDA graphs where the host holds up the step; Strategy(fast=False) switches it off",
@@ -272,9 +272,8 @@ IMAGING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("begins", ["from a file", "with state"])
 @pytest.mark.parametrize("kind", IMAGING)
-def test_state_lies_as_its_weights_do_which_a_fused_step_takes_for_granted(
-    kind: str, begins: str, tmp_path: Path
-) -> None:
+def test_optimizer_state_has_memory_format_of_its_weights(kind: str, begins: str, tmp_path: Path) -> None:
+    """Optimizer state has the memory format of its weights, which a fused step relies on."""
     torch.manual_seed(1)
     batches = [(torch.randn(4, 3, 8, 8), torch.randn(4, 8)) for _ in range(6)]
     found = []
@@ -446,9 +445,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
 @pytest.mark.parametrize("case", COMPILED)
-def test_what_is_said_to_be_compiled_is_and_one_program_serves_blocks_that_are_alike(
-    case: str, programs: list[Any]
-) -> None:
+def test_compiled_as_reported_one_program_for_equal_blocks(case: str, programs: list[Any]) -> None:
+    """What is reported as compiled is compiled, and one program serves all blocks that are alike."""
     make, compile, count = COMPILED[case]
     losses = []
     for on in (False, compile):
@@ -624,9 +622,10 @@ def fails_in_backward(program: Any, inputs: Any) -> Any:
         (Recurrent, "eager", "the compiler has found nothing to compile in the model"),
     ],
 )
-def test_what_cannot_be_compiled_is_said_in_a_line_and_gives_the_numbers_of_uncompiled_runs(
+def test_not_compilable_reported_and_equals_uncompiled_run(
     make: Callable[[], nn.Module], backend: Any, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What cannot be compiled is reported in one line and gives the numbers of an uncompiled run."""
     monkeypatch.setattr(compiled, "backend", backend)
     runs, said = [], io.StringIO()
     for compile in (False, "whole"):
@@ -640,7 +639,8 @@ def test_what_cannot_be_compiled_is_said_in_a_line_and_gives_the_numbers_of_unco
     assert [one for one in said.getvalue().splitlines() if f"fast: {line}" in one], said.getvalue()
 
 
-def test_a_view_that_channels_last_breaks_is_one_line_and_by_itself_it_is_left_out() -> None:
+def test_channels_last_with_view_raises_if_set_else_left_out() -> None:
+    """A view that channels_last breaks raises a one-line error; unless it was set, channels_last is left out."""
     assert "view()" in str(planned(Viewing())[1].views)
     assert planned(Imaging())[1].views is None
     assert not decide(Fast(), None, with_traits(convolutions=True, views="it views")).channels_last
@@ -745,7 +745,9 @@ def test_a_loss_that_torch_refuses_in_16_bits_keeps_fp32(
     assert reason is None or chosen.left_out["bf16"].startswith(reason)
 
 
-def test_a_loss_that_torch_refuses_in_16_bits_after_all_is_one_line() -> None:
+def test_loss_refused_by_torch_in_16_bits_raises_one_line() -> None:
+    """A loss that torch refuses in 16 bits raises a one-line error."""
+
     def refused(*_: Any) -> Tensor:  # as torch says it on a GPU
         raise RuntimeError("torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n...")
 
@@ -765,7 +767,7 @@ class Placed(nn.Linear):
         return torch.zeros(2, 8).index_put((torch.arange(2),), super().forward(input))
 
 
-def test_an_operation_that_wants_fp32_says_where_16_bits_come_from() -> None:
+def test_operation_needing_fp32_error_names_source_of_16_bits() -> None:
     model = Placed(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = echelon.distribute(model, loss=F.mse_loss, optimizer=optimizer, strategy=Strategy(amp="bf16"))
@@ -774,7 +776,7 @@ def test_an_operation_that_wants_fp32_says_where_16_bits_come_from() -> None:
     assert found.value.__notes__ == ["(forward and loss run in bf16 here; Strategy(amp=False) keeps fp32)"]
 
 
-def test_where_compiling_fails_it_is_said_once_and_training_goes_on() -> None:
+def test_compile_failure_reported_once_and_training_continues() -> None:
     strategies = [Strategy(fast=False), Strategy(fast=Fast(compile=True))]
     ((plain, weights, silent), (losses, theirs, said)) = run(train_each, broken, strategies, ranks=1)[0]
     assert losses == plain
@@ -796,9 +798,7 @@ def weighted(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
 @pytest.mark.parametrize("notices", [False, True] if compiled._version() >= compiled.NOTICES else [False])
-def test_an_attribute_of_a_class_that_changes_is_heeded_by_every_torch(
-    monkeypatch: pytest.MonkeyPatch, notices: bool
-) -> None:
+def test_changed_class_attribute_respected_by_every_torch(monkeypatch: pytest.MonkeyPatch, notices: bool) -> None:
     """Torch before 2.13 compiles its value in and never looks again."""
     monkeypatch.setattr(compiled, "NOTICES", (0, 0) if notices else (99, 0))
     monkeypatch.setattr(compiled, "backend", "eager")

@@ -19,15 +19,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from echelon import Fast, Strategy
 from echelon.fastpath import cuda_graphs as graphs
 from echelon.fastpath import pass_timing
-from echelon.fastpath.cuda_graph_capture import CapturedStep, WarmupStep, _telling
+from echelon.fastpath.cuda_graph_capture import (
+    CapturedStep,
+    WarmupStep,
+    _telling,
+    find_side_effect,
+    has_gradient_hooks,
+    snapshot_attributes,
+)
 from echelon.fastpath.cuda_graphs import PATIENCE, SETTLING, TRIES, CudaGraphRunner
 from echelon.fastpath.graph_validation import GraphValidation, PassSnapshot, apart
+from echelon.fastpath.guards import StepSignature
 from echelon.fastpath.inspect import with_fast_path
 from echelon.fastpath.pass_timing import GROUP, GROUPS, WATCHED, EagerTiming, GraphTimingComparison
 from echelon.fastpath.policy import decide
-from echelon.fastpath.side_effects import find_side_effect, snapshot_attributes
-from echelon.fastpath.step_signature import StepSignature
-from echelon.fastpath.user_hooks import has_gradient_hooks
 
 # ---- what a captured step has written into it ----
 
@@ -133,7 +138,9 @@ class Stand:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_step_that_is_proved_is_the_step_as_written_and_nothing_of_the_other_way_stays(merged: bool) -> None:
+def test_graph_validation_step_equals_eager_and_leaves_no_trace(merged: bool) -> None:
+    """A step under validation equals the step as written, and nothing of the captured one remains."""
+
     def passed(model: nn.Module, proved: bool) -> list[Tensor]:
         def plain(batch: Tensor) -> tuple[Tensor, Callable[..., None]]:
             loss = model(batch).square().mean()
@@ -182,7 +189,8 @@ def test_a_graph_that_does_something_else_is_found_out(what: str) -> None:
     assert str(proof.objection()).startswith(f"{what} of a captured step differ by ")
 
 
-def test_a_graph_that_finds_what_the_step_as_written_left_in_memory_is_found_out() -> None:
+def test_graph_validation_detects_graph_reading_eager_leftovers() -> None:
+    """A graph that only reads what the step as written left in memory is detected."""
     model, left = nn.Linear(4, 4), [0.0]
 
     def plain(batch: Tensor, scale: float | None = None) -> tuple[Tensor, Callable[..., None]]:
@@ -201,7 +209,8 @@ class Alike:
         return batch == "alike"
 
 
-def test_a_graph_that_no_step_fits_any_more_is_given_up_and_tried_again_but_not_for_ever() -> None:
+def test_graph_fitting_no_step_dropped_and_retried_limited_times() -> None:
+    """A graph that no step fits any more is given up and captured again, a limited number of times."""
     said: list[str] = []
     graphs = CudaGraphRunner(planned(Blocks())[0], Blocks(), None, said.append)
     for attempt in range(TRIES):
@@ -230,7 +239,8 @@ def test_steps_that_fit_now_and_then_keep_a_graph(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("compile", "advised"), [("blocks", True), ("whole", False), (False, False)])
-def test_where_the_host_is_slow_and_no_graph_helps_compiling_the_whole_is_proposed(compile: Any, advised: bool) -> None:
+def test_slow_host_without_graph_suggests_compile_whole(compile: Any, advised: bool) -> None:
+    """Where the host is slow and no graph helps, compile='whole' is suggested."""
     said: list[str] = []
     plan = with_fast_path(planned(Blocks())[0], decide(Fast(compile=compile), None, with_traits()))
     graphs = CudaGraphRunner(plan, Blocks(), None, said.append)
@@ -238,7 +248,8 @@ def test_where_the_host_is_slow_and_no_graph_helps_compiling_the_whole_is_propos
     assert ["compile='whole'" in line for line in said] == [advised]
 
 
-def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing() -> None:
+def test_apart_weighs_small_tensors_against_all_ignores_overflow() -> None:
+    """The distance measures small tensors against all of them and ignores overflow."""
     large, small = torch.full((100,), 10.0), torch.full((4,), 1e-4)
     assert apart([large, small], [large, small]) == 0
     assert apart([large, small], [large * 1.1, small]) == pytest.approx(0.1 / 1.01, rel=1e-3)
@@ -249,7 +260,8 @@ def test_how_far_apart_counts_small_tensors_against_all_and_overflow_for_nothing
     assert apart([torch.tensor([3 + 4j])], [torch.tensor([3 - 4j])]) == pytest.approx(8 / 5.05)
 
 
-def test_what_a_pass_has_changed_is_put_back_and_tables_that_it_has_made_are_left() -> None:
+def test_pass_snapshot_restores_changes_and_keeps_new_tables() -> None:
+    """What a pass has changed is restored, and tables that it has made are kept."""
     model = nn.BatchNorm1d(2)
     model.register_buffer("table", torch.zeros(2))
     before = PassSnapshot(model, torch.device("cpu"))
@@ -454,7 +466,7 @@ CASES: dict[str, tuple[Change, list[int], str]] = {
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("case", CASES)
-def test_training_with_graphs_gives_the_numbers_of_training_without(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_graphs_equals_training_without(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, sizes, line = CASES[case]
     (found, said), (expected, _) = (train(monkeypatch, change, sizes, on) for on in (True, False))
     torch.testing.assert_close(found, expected)
@@ -486,9 +498,8 @@ LEFT_OUT: dict[str, tuple[dict[str, float], str, Change, list[str]]] = {
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("case", LEFT_OUT)
-def test_where_no_graph_is_made_steps_are_as_written_and_only_a_slow_host_is_told_why(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_graph_runs_eager_steps_and_reports_only_if_slow_host(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no graph is made, steps run as written, and the reason is reported only if the host is slow."""
     lap, kind, change, lines = LEFT_OUT[case]
     for name, value in lap.items():
         monkeypatch.setattr(Lap, name, value)
@@ -508,9 +519,8 @@ def test_merged_steps_with_graphs_add_up_as_without(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("helps", [True, False])
-def test_a_step_that_waits_for_the_device_is_tried_again_as_one_that_knows_it_is_captured(
-    helps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_waiting_for_device_retried_as_told_of_capture(helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits for the device is tried again while it is told that it is being captured."""
     told: list[bool] = []
 
     def played(rehearsal: WarmupStep) -> Any:
@@ -530,7 +540,8 @@ def test_a_step_that_waits_for_the_device_is_tried_again_as_one_that_knows_it_is
     assert told == ([True] if helps else [])
 
 
-def test_who_asks_whether_he_is_captured_is_told_what_was_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_current_stream_capturing_returns_the_set_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the context torch reports the given answer about capturing; afterwards its own function is back."""
     before = torch.cuda.is_current_stream_capturing
     for captured in (True, False):
         with _telling(captured):
@@ -540,9 +551,10 @@ def test_who_asks_whether_he_is_captured_is_told_what_was_settled(monkeypatch: p
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize(("behind", "held_up"), [(0.0, True), (0.09, True), (0.11, False), (0.9, False)])
-def test_a_device_that_is_done_when_the_host_is_has_waited_for_it(
+def test_eager_timing_device_done_with_host_means_host_bound(
     behind: float, held_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A device that is done as soon as the host is has waited for the host."""
     monkeypatch.setattr(Lap, "behind", behind)
     watch = EagerTiming()
     for _ in range(WATCHED):
@@ -553,7 +565,8 @@ def test_a_device_that_is_done_when_the_host_is_has_waited_for_it(
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_both_ways_take_turns_in_groups_whose_first_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_comparison_alternates_groups_skips_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways take turns in groups of steps, and the first step of each group is not timed."""
     monkeypatch.setattr(Lap, "made", WATCHED)
     contest, order = GraphTimingComparison(), ""
     for _ in range(GROUP * GROUPS):

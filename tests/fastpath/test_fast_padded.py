@@ -89,7 +89,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_32_bits_hooks_copies_and_an_undone_engine_are_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_unused_in_32_bits_with_hooks_copies_or_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 32 bits, with hooks, in copies and after padding was undone, the layer runs as written."""
     model, calls = Words(), counted(monkeypatch)
     pad(model, ["head"])
     passed(model, None)

@@ -244,7 +244,7 @@ def test_a_module_that_is_imported_inside_a_function_is_watched(tmp_path: Any, m
     assert found.changed() == "imported_inside.weight"
 
 
-def test_another_object_in_the_place_of_one_that_is_gone_is_another() -> None:
+def test_guards_new_object_in_place_of_deleted_one_is_a_change() -> None:
     """Even at the same address, which the interpreter gives out again at once."""
     found = PythonGuards(Model(), lambda output, target: output * settings.scale)
     for _ in range(20):
@@ -273,7 +273,8 @@ def test_what_the_model_holds_is_watched() -> None:
     assert found.changed() == "the model.rates[0]"
 
 
-def test_a_hook_that_comes_later_is_noticed_and_one_that_is_there_is_followed() -> None:
+def test_guards_notice_later_hooks_and_follow_existing_ones() -> None:
+    """A hook that is added later is noticed, and the values that an existing one reads are followed."""
     model = Model()
     model.register_forward_hook(lambda module, inputs, output: output * annealed)
     found = PythonGuards(model, plainly)
@@ -307,7 +308,8 @@ class Drawing:
 drawing = Drawing()
 
 
-def test_properties_that_draw_leave_random_numbers_as_they_are_and_equal_objects_are_the_same() -> None:
+def test_guards_keep_random_state_and_equal_objects_are_same() -> None:
+    """Properties that draw leave the random state unchanged, and equal objects count as the same."""
     model = Model()
     torch.manual_seed(0)
     random.seed(0)
@@ -359,7 +361,7 @@ class Moody:
     anew = functools.partialmethod(helper)
 
 
-def test_properties_that_fail_or_make_their_values_anew_are_no_change() -> None:
+def test_guards_failing_or_recomputed_properties_are_no_change() -> None:
     moody = Moody()
     loss = lambda output, target: output * moody.broken * moody.pair[0] * moody.anew() * Moody.anew  # noqa: E731
     assert PythonGuards(Model(), loss).changed() is None

@@ -110,7 +110,8 @@ def quick_with(directory: str, kind: str, steps: int, strategy: Strategy | None,
     return Trained(losses, weights, notes=notes)
 
 
-def test_a_checkpoint_of_the_fast_path_is_read_without_it_and_on_the_cpu(tmp_path: Path) -> None:
+def test_fast_path_checkpoint_loads_without_it_and_on_cpu(tmp_path: Path) -> None:
+    """A checkpoint of the fast path is read without the fast path and on the CPU; the run then continues unchanged."""
     kept = run(saved, str(tmp_path), ranks=1)[0]
     half = STEPS // 2
     on_cpu = run(quick_with, str(tmp_path), "images", half, Strategy(fast=False), "cpu", ranks=1)[0]

@@ -117,7 +117,8 @@ def test_hosts_join_and_are_lost_and_leave_and_the_others_go_on(tmp_path):
     job.nothing_left()
 
 
-def test_a_host_in_reserve_takes_the_place_of_one_that_dies_and_below_the_least_the_job_ends(tmp_path):
+def test_reserve_host_replaces_lost_one_below_minimum_job_ends(tmp_path):
+    """A host in reserve takes the place of one that dies; with fewer hosts than the minimum the job ends."""
     # the second must come within the time to join, however busy the machine
     options = ["--master", at(), "--join-timeout", 6, "--last-call", 0.2, "--host-timeout", 3]
     job = Job(tmp_path, START + TELL + WAIT, "--nnodes", "2:2", *options)
@@ -148,7 +149,8 @@ while rank == '0' and round_ == '0':
 """
 
 
-def test_a_peer_lost_with_its_host_is_blamed_on_the_host_and_the_same_command_takes_its_place(tmp_path):
+def test_peer_lost_with_host_blames_it_and_same_command_rejoins(tmp_path):
+    """A peer lost together with its host is blamed on the host, and the same command started again replaces it."""
     options = ["--nnodes", 2, "--master", at(), "--max-restarts", 1]
     job = Job(tmp_path, START + TELL + LOSES_ITS_PEER + WAIT, *options)
     job.start_first("a", options[3])
@@ -168,7 +170,8 @@ def test_a_peer_lost_with_its_host_is_blamed_on_the_host_and_the_same_command_ta
     ]
 
 
-def test_when_the_host_that_serves_the_muster_dies_a_stand_in_does(tmp_path):
+def test_rendezvous_host_dies_second_master_serves(tmp_path):
+    """When the host that serves the rendezvous dies, the next address of --master serves it."""
     first, second = at(), at()
     options = ["--nnodes", "2:3", "--master", f"{first},{second}", "--last-call", 0.2, "--host-timeout", 10]
     job = Job(tmp_path, START + TELL + WAIT, *options)
@@ -193,7 +196,7 @@ def test_when_the_host_that_serves_the_muster_dies_a_stand_in_does(tmp_path):
     job.nothing_left()
 
 
-def test_ranks_that_can_save_are_given_the_time_when_hosts_join_and_leave(tmp_path):
+def test_ranks_that_can_save_get_time_when_hosts_join_or_leave(tmp_path):
     job = Job(tmp_path, START + LEAVES + TELL + WAIT, "--nnodes", "1:2", "--master", at(), "--last-call", 0.2)
     job.start("a")
     job.at(0, "a")
@@ -215,7 +218,8 @@ def test_ranks_that_can_save_are_given_the_time_when_hosts_join_and_leave(tmp_pa
     ]
 
 
-def test_a_fixed_job_leaves_as_a_whole_and_ranks_that_left_unasked_end_it_the_same_way(tmp_path):
+def test_fixed_job_leaves_whole_also_when_ranks_leave_unasked(tmp_path):
+    """A job of fixed size leaves on all hosts together; ranks that leave unasked end it with the same exit code."""
     job = Job(tmp_path, START + LEAVES + TELL + WAIT, "--nnodes", 2, "--master", at())
     job.start("a", "b")
     until(lambda: len(list(tmp_path.glob("up-0-*"))) == 2, "both ranks")

@@ -98,7 +98,8 @@ def test_a_pipeline_learns_to_write(tmp_path: Path) -> None:
     assert len(set(re.findall(r"\w+", out[found.end() :])) & WORDS) > 1, out
 
 
-def test_many_classes_are_told_apart_by_processes_that_know_half_of_them(tmp_path: Path) -> None:
+def test_many_classes_example_learns_with_half_the_classes_each(tmp_path: Path) -> None:
+    """Two processes that hold half of the classes each learn to tell all classes apart."""
     out = run("many_classes.py", cwd=tmp_path)
     assert "each of 2 processes: 120 pictures a step, 2,500 of 5,000 classes" in out
     found = re.search(r"of 5,000 unseen pictures ([\d.]+)% right, ([\d.]+)% among five", out)

@@ -158,7 +158,7 @@ def test_no_byte_of_a_stranger_goes_through_while_others_work(guarded, request):
     assert store.add("works", 0) == 2 * len(HOSTILE)
 
 
-def test_a_crowd_of_strangers_is_bounded_and_does_not_keep_ours_out(monkeypatch):
+def test_gate_many_strangers_are_bounded_and_do_not_block_ours(monkeypatch):
     """They have all the patience in the world, and the gate its usual ten seconds."""
     monkeypatch.setattr(auth_proxy, "STRANGERS", 8)
     store, port = served()
@@ -292,7 +292,8 @@ def test_when_one_side_vanishes_the_other_is_told(guarded, who):
     until(lambda: tunnel.idle and door.idle, "the end of the pipe")
 
 
-def test_the_gate_goes_with_its_store_and_old_tunnels_with_the_next():
+def test_gate_ends_with_its_store_and_old_tunnels_with_the_next():
+    """The gate ends with its store, and tunnels to an ended gate are closed when the next one is opened."""
     store, port = served()
     ours = reached(port)
     assert ours.add("here", 1) == 1
@@ -376,7 +377,7 @@ class TestWithCertificates:
         with pytest.raises(PeerLost, match=r"cannot be reached: .*certificate verify failed"):
             local_store_endpoint("127.0.0.1", port, TOKEN)
 
-    def test_who_passes_on_the_proof_from_one_connection_to_another_gains_nothing(self, guarded):
+    def test_proof_relayed_to_another_connection_is_refused(self, guarded):
         """Somebody in between with a certificate of the same authority, but without the secret."""
         behind, door, _ = guarded()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -56,7 +56,7 @@ def test_hosts_stand_as_their_node_ranks_say_whoever_came_first(tmp_path):
     assert ends[1].out == ""
 
 
-def test_a_failure_on_one_host_is_named_on_both_and_restarts_both(tmp_path):
+def test_failure_on_one_host_is_named_on_both_and_restarts_both(tmp_path):
     write(
         tmp_path / "fail.py",
         "import os, time\n"
@@ -118,7 +118,7 @@ def test_a_launcher_that_waits_for_others_is_stopped_in_one_line(tmp_path):
     assert finish(waiting) == Ended(143, "", "echelon: stopped by SIGTERM; no process is left\n")
 
 
-def test_a_launcher_that_has_only_just_said_that_the_port_is_its_own_is_waited_for(tmp_path, monkeypatch):
+def test_launcher_that_just_claimed_the_port_is_waited_for(tmp_path, monkeypatch):
     """On a busy machine seconds may go by until it serves there."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "any.py", "")
@@ -155,7 +155,8 @@ def test_a_port_in_use_is_one_line(tmp_path):
     assert end.code == 2
 
 
-def test_without_node_ranks_the_serving_host_is_first_then_by_address():
+def test_order_without_node_ranks_server_first_then_by_address():
+    """Without node ranks the host that serves the rendezvous comes first, the others by address."""
     cards = [host("b", address="10.0.0.2"), host("c", address="10.0.0.3", serves=True), host("a", address="10.0.0.1")]
     assert [card.name for card in order_hosts(cards)] == ["c", "a", "b"]
 
@@ -172,7 +173,8 @@ def test_hosts_that_contradict_one_another_are_named():
         check_same_nnodes([host("a", hosts="2"), host("b", hosts="3")])
 
 
-def test_in_an_elastic_job_who_was_there_keeps_its_place_and_joiners_come_behind():
+def test_elastic_order_members_keep_places_joiners_come_last():
+    """In an elastic job the hosts of the last round keep their places, and joining hosts come after them."""
     came = [
         JoinRequest(4, host("joiner", address="10.0.0.1")),
         JoinRequest(4, host("third", serves=True), place=2, number=3),
@@ -181,7 +183,8 @@ def test_in_an_elastic_job_who_was_there_keeps_its_place_and_joiners_come_behind
     assert [card.name for card in order_elastic_hosts(came)] == ["first", "third", "joiner"]
 
 
-def test_what_launchers_tell_one_another_is_json_and_comes_back_as_it_was():
+def test_launcher_messages_survive_json_and_others_are_refused():
+    """Messages between launchers are JSON and come back unchanged; anything else raises PeerLost."""
     card = RendezvousHost("t", "n", "10.0.0.1", ("10.0.0.1:5",), "2:8", None, True, {"memory": "10.0.0.1:7"})
     arrival, lineup = JoinRequest(3, card, 1, 2, 1), RoundMembers((card, card), 4, 2)
     verdict = RoundOutcome(host_failure("b", "was lost", 1), True, "lost", counted=False)

@@ -85,7 +85,7 @@ def written(directory: Path) -> Path:
     return directory / "train.py"
 
 
-def test_an_error_in_a_stage_is_told_with_its_rank_stage_and_micro_batch(tmp_path: Path) -> None:
+def test_stage_error_is_told_with_rank_stage_and_micro_batch(tmp_path: Path) -> None:
     end = train(tmp_path, 4, "raise", "pipeline", 3, 2)
     assert end.code == 1
     words = r"echelon: rank 3 of 4 \(host .*\) raised ValueError: at rank 3, stage 1, micro-batch 1: the data of this"
@@ -105,7 +105,7 @@ def weights(directory: Path) -> dict[str, Any]:
     return {name: value.tolist() for name, value in load_file(directory / "out.safetensors").items()}
 
 
-def test_a_restarted_pipeline_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_restarted_pipeline_ends_with_undisturbed_weights(tmp_path: Path) -> None:
     run(script, str(written(tmp_path / "undisturbed")), ["", "pipeline", "-1", "-1"])
     end = train(tmp_path / "killed", 2, "kill", "pipeline", 1, 5, restarts=1)
     assert end.code == 0, end.err
@@ -258,7 +258,7 @@ def differing(marks: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("marks", [PIPELINE, {"head": split()}], ids=["pipeline", "split"])
-def test_partners_with_different_batches_are_told_so_in_the_first_step(marks: dict[str, Any]) -> None:
+def test_partners_with_different_batches_are_told_in_first_step(marks: dict[str, Any]) -> None:
     for line in errors(differing, marks):
         assert re.match("DataError: .*batch", line), line
         assert "\n" not in line

@@ -56,7 +56,8 @@ def by_kind(asked):
     return {(document["kind"], document["metadata"]["name"]): document for document in documents(asked)}
 
 
-def test_a_job_of_hosts_comes_back_when_it_was_evicted_or_has_saved_and_not_after_a_mistake():
+def test_job_restarts_after_eviction_or_save_not_after_mistake():
+    """A job of hosts is started again after an eviction or a save, and not after a mistake in its command."""
     job = by_kind(PLAIN)["Job", "train"]["spec"]
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 4, 4)
     evicted, saved, mistake = job["podFailurePolicy"]["rules"]
@@ -111,7 +112,7 @@ def expanded(word, env):
     return re.sub(r"\$(\$|\((\w+)\))", lambda m: "$" if m[1] == "$" else env.get(m[2], m[0]), word)
 
 
-def test_workers_of_a_job_with_servers_are_numbered_over_all_pods(tmp_path):
+def test_workers_of_served_job_are_numbered_over_all_pods(tmp_path):
     """The command of the pod, run as the container would run it, with a program in the place of ``echelon``."""
     text = f"#!{sys.executable}\nimport sys, json\njson.dump(sys.argv[1:], sys.stdout)\n"
     write(tmp_path / "echelon", text).chmod(0o755)
@@ -152,7 +153,8 @@ def test_no_argument_or_value_escapes_its_quotes(words):
 @pytest.mark.parametrize(
     "word", ["1e3", "0o7", "on", "~", "1_000", "2026-01-01", "=", "<<", "null", "Yes", "0x1F", ".5"]
 )
-def test_words_that_parsers_might_take_for_something_else_are_quoted(word):
+def test_words_that_yaml_could_misread_are_quoted(word):
+    """Words that a YAML parser might take for something other than text are quoted."""
     lines = [line.strip() for line in manifest(KubernetesSubmission(["t", word], "i", 1, "t")).splitlines()]
     assert f'- "{word}"' in lines
 
@@ -179,7 +181,8 @@ def test_mistakes_are_one_line(changed, line):
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_prints_writes_for_its_owner_alone_or_hands_over(tmp_path, monkeypatch):
+def test_submit_prints_writes_owner_only_file_or_calls_kubectl(tmp_path, monkeypatch):
+    """The command prints the documents, writes them to a file only its owner may read, or hands them to kubectl."""
     words = ["submit", "k8s", "--image", "i", "--nnodes", 2]
     shown = here(*words, "--dry-run", "my_train.py", "--lr", "1e3", cwd=tmp_path)
     assert [document["kind"] for document in yaml.safe_load_all(shown.out)] == ["Secret", "Service", "Job"]

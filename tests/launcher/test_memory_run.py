@@ -44,7 +44,8 @@ def undisturbed(directory: str) -> None:
     exec(TRAIN, {})
 
 
-def test_after_a_kill_all_ranks_go_on_from_memory_and_end_with_the_undisturbed_weights(tmp_path: Path) -> None:
+def test_killed_job_resumes_from_memory_to_undisturbed_weights(tmp_path: Path) -> None:
+    """After a rank is killed, all ranks resume from the copies in memory and end with the undisturbed weights."""
     run(undisturbed, str(tmp_path), ranks=2)
     wanted = load_file(tmp_path / "end.safetensors")
     (tmp_path / "train.py").write_text(TRAIN)

@@ -76,13 +76,13 @@ def test_a_mistake_is_refused_before_anything_starts(options, line):
     assert "\n" not in str(caught.value)
 
 
-def test_an_interface_that_is_not_there_is_answered_with_those_that_are():
+def test_missing_interface_is_answered_with_those_that_exist():
     with pytest.raises(UsageError, match=r"--nic 'nic9' is not a network interface here; there are: .*lo"):
         check(nic="nic9")
     assert check(nic="lo").nic == "lo"
 
 
-def test_gpus_that_are_not_there_are_answered_with_those_that_are():
+def test_missing_gpus_are_answered_with_those_that_exist():
     there = torch.cuda.device_count()
     words = "is none" if there == 0 else "is one here" if there == 1 else f"are {there} here"
     with pytest.raises(UsageError, match=f"--gpus {there + 1} asks for {there + 1} GPUs, but there {words}"):
@@ -114,7 +114,8 @@ def test_the_number_of_hosts_may_come_from_the_environment(monkeypatch, name):
         check()
 
 
-def test_an_elastic_job_is_restarted_and_copied_unless_told_otherwise():
+def test_elastic_job_has_restarts_and_copies_by_default():
+    """An elastic job has restarts and copies in memory by default; a job of fixed size has neither."""
     job = check(nnodes="2:8", master="127.0.0.1:1,127.0.0.1:2", max_restarts=None)
     assert (job.fewest, job.nnodes, job.elastic, job.max_restarts, job.copies) == (2, 8, "2:8", 3, 1)
     assert (job.master, len(job.masters)) == (("127.0.0.1", 1), 2)

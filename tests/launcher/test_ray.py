@@ -129,7 +129,8 @@ def test_a_job_goes_on_when_a_node_is_lost_and_another_comes(cluster, tmp_path):
     torch.testing.assert_close(load_file(tmp_path / "out.safetensors"), weights_of_one_process())
 
 
-def test_what_the_cluster_cannot_hold_is_one_line_and_a_killed_command_leaves_nothing(cluster, tmp_path):
+def test_too_large_job_is_one_line_killed_command_leaves_nothing(cluster, tmp_path):
+    """A job that the cluster cannot hold ends in one line, and a command that is killed leaves no process behind."""
     write(tmp_path / "sleep.py", "import os, time\nopen('up-' + os.environ['RANK'], 'w')\ntime.sleep(600)\n")
     common = ["--on", "ray", "--ray-address", cluster.address, "--procs", 1]
     marker = str(tmp_path)

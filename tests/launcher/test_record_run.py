@@ -21,7 +21,8 @@ os._exit(3 + again)
 """
 
 
-def test_a_restart_is_written_down_the_later_attempt_counts_and_the_failure_is_the_last_word(tmp_path: Path) -> None:
+def test_record_has_restart_last_attempt_and_final_failure(tmp_path: Path) -> None:
+    """The record holds the restart, the steps of the later attempt count, and the failure is its last event."""
     write(tmp_path / "train.py", TRAIN)
     end = echelon("run", "--procs", 1, "--max-restarts", 1, "--log-dir", "out", "train.py", cwd=tmp_path)
     assert end.code == 4, end.err

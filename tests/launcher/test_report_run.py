@@ -10,7 +10,7 @@ from command import finish, here, start
 from made_up_runs import write
 
 
-def test_report_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path: Path) -> None:
+def test_report_writes_page_beside_the_run_or_to_out(tmp_path: Path) -> None:
     write(tmp_path / "log", last=100)
     ended = here("report", "log", cwd=tmp_path)
     assert (ended.code, ended.out) == (0, "echelon: log/report.html written\n")

@@ -93,7 +93,8 @@ def logs(directory: Path) -> dict[str, str]:
     return {log.name: log.read_text() for log in (directory / "log").glob("*.log")}
 
 
-def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_path: Path) -> None:
+def test_roles_find_their_environment_servers_end_with_workers(tmp_path: Path) -> None:
+    """Servers and workers find what they need in their environment, and servers end with the workers."""
     write(
         tmp_path / "look.py",
         INIT + "print('words of worker', me)\n"
@@ -143,7 +144,7 @@ def test_both_roles_find_what_they_need_and_servers_end_with_the_workers(tmp_pat
 
 
 @pytest.mark.usefixtures("warm")
-def test_who_is_killed_comes_back_alone_and_the_others_never_notice(tmp_path: Path) -> None:
+def test_killed_process_restarts_alone_and_others_stay(tmp_path: Path) -> None:
     """A server at the same endpoint, then a worker under the same id; the worker beside it stays the same process.
 
     At last the server is stopped and stays so, which is as good as dead."""
@@ -203,7 +204,8 @@ def test_only_a_process_that_stays_stopped_is_overdue() -> None:
 
 
 @pytest.mark.usefixtures("warm")
-def test_workers_that_are_bound_come_back_together_at_another_place(tmp_path: Path) -> None:
+def test_bound_workers_restart_together_at_another_port(tmp_path: Path) -> None:
+    """Workers bound by a process group are restarted together, with a new port to meet at."""
     write(
         tmp_path / "bound.py",
         INIT + "import torch, torch.distributed as dist\n"
@@ -232,7 +234,8 @@ def blamed(end: Ended) -> str:
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])
-def test_when_restarts_are_used_up_the_first_to_fail_is_named_and_all_end(tmp_path: Path, role: str) -> None:
+def test_restarts_used_up_names_first_failure_and_ends_all(tmp_path: Path, role: str) -> None:
+    """When the restarts are used up, the first process to fail is named and all processes end."""
     fail = "if os.environ['RANK'] == '1': raise ValueError('labels out of range')\n" if role == "worker" else ""
     write(tmp_path / "train.py", f"import os, time\n{fail}time.sleep(600)\n")
     options = ["--servers", 1, "--workers", 2, "--max-restarts", 1 if role == "worker" else 0]
@@ -290,7 +293,7 @@ while True:
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_launcher_that_is_asked_to_go_lets_the_workers_save_by_their_servers(tmp_path: Path) -> None:
+def test_launcher_asked_to_leave_lets_workers_save_via_servers(tmp_path: Path) -> None:
     """What was saved are the weights of one process after as many steps: all workers see the same sample."""
     write(tmp_path / "train.py", LEAVE)
     job = start("run", "--servers", 1, "--workers", 2, "train.py", cwd=tmp_path)
@@ -323,7 +326,7 @@ def test_workers_that_left_by_themselves_are_not_started_again(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_server_that_is_not_there_is_named_after_the_time_to_join(tmp_path: Path) -> None:
+def test_missing_server_is_named_after_join_timeout(tmp_path: Path) -> None:
     write(tmp_path / "talk.py", TALK)
     port = free_port()
     options = ["--pservers", f"127.0.0.1:{port}", "--servers", 0, "--trainers", 1, "--join-timeout", 1]
@@ -347,7 +350,7 @@ for head, arrays in (({**push, "commit": True}, [ids, rows]), (pull, [ids])):
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_worker_that_does_not_come_is_named_after_the_time_to_join(tmp_path: Path) -> None:
+def test_missing_worker_is_named_after_join_timeout(tmp_path: Path) -> None:
     """Worker 0, which waits for it in a pull, is not blamed: the server tells it why it ends. Both are said in time."""
     write(
         tmp_path / "talk.py",
@@ -436,7 +439,7 @@ def test_one_script_is_worker_or_server_as_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_state_of_a_job_that_was_stopped_is_what_the_next_goes_on_from(tmp_path: Path) -> None:
+def test_next_job_goes_on_from_state_of_stopped_job(tmp_path: Path) -> None:
     write(
         tmp_path / "talk.py",
         TALK + "if not os.path.exists('up'): note('up', role.session); time.sleep(600)\n"

@@ -108,7 +108,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("statement", ENDINGS)
-def test_the_first_failing_rank_is_named_first_and_its_exit_code_passed_on(tmp_path, statement):
+def test_first_failing_rank_is_named_and_its_exit_code_passed_on(tmp_path, statement):
     how, code = ENDINGS[statement]
     imports = "from echelon import errors" if "errors" in statement else "pass"
     write(
@@ -136,7 +136,8 @@ def test_the_first_failing_rank_is_named_first_and_its_exit_code_passed_on(tmp_p
         assert log.read_text() == f"{pid}\nechelon: use something else (fail.py:4)\n"
 
 
-def test_traceback_is_shown_if_asked_for_and_the_error_still_counts_as_explained(tmp_path):
+def test_traceback_option_shows_it_and_error_stays_explained(tmp_path):
+    """The traceback is shown if asked for, and the error still counts as explained: it causes no restart."""
     write(tmp_path / "fail.py", "from echelon.base.environment import whole_number\nwhole_number({}, 'X')\n")
     end = echelon("run", "--traceback", "--max-restarts", 1, "fail.py", cwd=tmp_path)
     first, *trace = end.err.splitlines()
@@ -162,7 +163,7 @@ def test_a_killed_rank_is_blamed_not_those_that_lost_it(tmp_path):
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_restart_begins_anew_and_collectives_work_before_and_after(tmp_path):
+def test_restart_begins_anew_collectives_work_before_and_after(tmp_path):
     write(
         tmp_path / "again.py",
         SUM + "import os\n"
@@ -291,7 +292,7 @@ def told_by(script: Path, ranks: tuple[dict[str, str], ...]) -> str:
     return out.getvalue()
 
 
-def test_the_same_script_reaches_the_same_sum_under_every_launcher(tmp_path):
+def test_same_script_reaches_the_same_sum_under_every_launcher(tmp_path):
     script = write(tmp_path / "sum.py", SUM)
     job = str(random.randrange(10**9))
     slurm = [

@@ -99,7 +99,8 @@ def test_a_plan_is_run_on_as_many_processes_as_it_needs(tmp_path: Path) -> None:
     assert "echelon: mesh: replicate 1 x stage 2 (2 ranks)" in said
 
 
-def test_what_stands_in_the_way_of_a_plan_is_named_before_or_at_the_start(tmp_path: Path) -> None:
+def test_unusable_plan_is_named_before_or_at_the_start(tmp_path: Path) -> None:
+    """Whatever makes a plan unusable is named in one line, before the job starts or at its start."""
     script(tmp_path / "train.py")
     script(tmp_path / "own.py", "strategy = echelon.Strategy(amp='bf16')")
     planned(tmp_path / "plan.json", replicate=2)
@@ -167,9 +168,8 @@ def taken(out: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_the_quickest_trial_is_taken_and_what_runs_out_of_memory_or_dies_harms_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fastest_trial_is_taken_and_failed_trials_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest trial is taken; a trial that runs out of memory or is killed does not harm the run."""
     monkeypatch.setattr(command, "LIMIT", 280.0)  # four trials, each with two fresh starts
     described(tmp_path / "machine.yaml", link=1e-4)
     script(tmp_path / "train.py", TRIED)

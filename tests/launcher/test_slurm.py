@@ -120,7 +120,7 @@ def alive(pid):
         return False
 
 
-def test_a_plain_run_in_a_batch_script_calls_srun_with_the_same_command_and_a_secret(cluster):
+def test_run_in_batch_script_calls_srun_with_command_and_secret(cluster):
     """What srun is given, by an srun that only tells."""
     tell = "import json, os, sys\njson.dump([sys.argv[1:], os.environ['ECHELON_TOKEN']], open('called', 'w'))\n"
     write(cluster / "srun", f"#!{sys.executable} -S\n{tell}")
@@ -139,7 +139,7 @@ TASK = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID"
 TASK |= {"SLURM_STEP_NODELIST": "gpu[08-10]-ib"}
 
 
-def test_a_task_of_srun_finds_its_job_where_nobody_says_otherwise():
+def test_srun_task_finds_its_job_unless_options_say_otherwise():
     where = f"gpu08-ib:{port_for('7')}"
     assert read_slurm_step(NOTHING, TASK) == {"nnodes": 3, "node_rank": 1, "master": where}
     elastic = read_slurm_step(NOTHING | {"nnodes": "1:3"}, TASK)
@@ -192,7 +192,7 @@ def test_options_become_lines_for_sbatch():
     assert not any("scontrol" in line for line in lines)
 
 
-def test_a_script_for_many_nasty_words_is_one_that_bash_takes_and_hands_on_as_they_were(tmp_path):
+def test_script_with_special_words_passes_them_through_bash(tmp_path):
     """One bash for all of them: it would take a start for each."""
     found = []
 

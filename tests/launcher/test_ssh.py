@@ -51,7 +51,8 @@ def write_program(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_job_on_two_hosts_finds_its_directory_arguments_and_environment_and_shows_no_secret(tmp_path, hosts):
+def test_job_on_two_hosts_gets_its_setting_and_shows_no_secret(tmp_path, hosts):
+    """On two hosts a job finds its directory, arguments and environment, and no command line shows the secret."""
     write(
         tmp_path / "where.py",
         "import contextlib, json, os, sys, torch, torch.distributed as dist, echelon; from pathlib import Path\n"
@@ -78,7 +79,8 @@ def test_a_job_on_two_hosts_finds_its_directory_arguments_and_environment_and_sh
     assert not (tmp_path / "oops").exists()
 
 
-def test_what_other_hosts_say_bears_their_name_and_a_signal_reaches_every_launcher(tmp_path, hosts, launcher):
+def test_remote_output_bears_host_name_and_signal_reaches_all(tmp_path, hosts, launcher):
+    """What other hosts print bears their name, and a signal to the command reaches every launcher."""
     command = start("run", *over(hosts, launcher), "any.py", cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both launchers")
     os.kill(command.pid, signal.SIGUSR1)
@@ -92,7 +94,7 @@ def test_what_other_hosts_say_bears_their_name_and_a_signal_reaches_every_launch
     assert first[9:] == second[9:] == [first[9], "--procs", "2", "--max-restarts", "1", "any.py"]
 
 
-def test_killing_the_command_outright_ends_the_launchers_of_all_hosts(tmp_path, hosts, launcher):
+def test_killing_the_command_ends_launchers_of_all_hosts(tmp_path, hosts, launcher):
     command = start("run", *over(hosts, launcher), "any.py", cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both launchers")
     os.kill(command.pid, signal.SIGKILL)
@@ -101,7 +103,7 @@ def test_killing_the_command_outright_ends_the_launchers_of_all_hosts(tmp_path, 
     assert [(tmp_path / f"told-{n}").read_text() for n in range(2)] == ["SIGTERM"] * 2
 
 
-def test_a_host_that_cannot_be_reached_is_one_line_and_ends_the_others(tmp_path, hosts, launcher):
+def test_unreachable_host_is_one_line_and_ends_the_others(tmp_path, hosts, launcher):
     end = finish(start("run", *over(hosts, launcher, "alpha:2,nowhere:2"), "any.py", cwd=tmp_path))
     assert end.code == 1
     (line,) = end.err.splitlines()
@@ -111,7 +113,7 @@ def test_a_host_that_cannot_be_reached_is_one_line_and_ends_the_others(tmp_path,
     assert "echelon: host alpha could not start a launcher (exit 127): " in end.err
 
 
-def test_an_elastic_job_goes_on_without_a_host_that_cannot_be_reached(tmp_path, hosts, launcher):
+def test_elastic_job_goes_on_without_unreachable_host(tmp_path, hosts, launcher):
     words = over(hosts, launcher, "alpha:2,nowhere:2,beta:2")
     command = start("run", "--nnodes", "1:3", *words, "any.py", cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both launchers")

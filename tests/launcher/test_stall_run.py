@@ -28,7 +28,8 @@ print("finished at", engine.steps)
 """
 
 
-def test_a_frozen_rank_of_another_host_is_named_on_both_consoles_and_leaves_no_process(tmp_path):
+def test_frozen_rank_is_named_on_both_hosts_leaves_no_process(tmp_path):
+    """A frozen rank is named on the consoles of both hosts, and its process is gone at the end."""
     freeze = "open('pid', 'w').write(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
     write(tmp_path / "train.py", TRAIN.replace("LATE", freeze))
     words = ["--nnodes", 2, "--master", f"127.0.0.1:{free_port()}", "--procs", 1, "--stall", 3, "train.py"]
@@ -48,7 +49,7 @@ def test_a_frozen_rank_of_another_host_is_named_on_both_consoles_and_leaves_no_p
     assert process_state(pid) == ""
 
 
-def test_a_sleeping_rank_is_shown_with_its_stack_and_a_restart_goes_on(tmp_path):
+def test_sleeping_rank_is_shown_with_stack_and_restart_goes_on(tmp_path):
     write(tmp_path / "train.py", TRAIN.replace("LATE", "time.sleep(600)"))
     end = echelon("run", "--procs", 2, "--stall", 3, "--max-restarts", 1, "train.py", cwd=tmp_path)
     assert re.search(r"^rank 1 \(.*\) is late: it is in user code since \d+ s$", end.err, re.MULTILINE), end.err

@@ -69,9 +69,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("victim", [1])
-def test_a_killed_rank_mid_step_is_named_and_a_restart_ends_with_the_same_weights(
+def test_rank_killed_mid_step_is_named_restart_ends_same_weights(
     victim: int, undisturbed: dict[str, object], tmp_path: Path
 ) -> None:
+    """A rank killed in the middle of a step is named, and a restart ends with the undisturbed weights."""
     code, out, err = train(tmp_path, victim, 10, "--max-restarts", 1)
     assert code == 0, err
     assert f"restarting all ranks (restart 1 of 1) because rank {victim} was killed by SIGKILL" in err
@@ -79,9 +80,8 @@ def test_a_killed_rank_mid_step_is_named_and_a_restart_ends_with_the_same_weight
     assert weights(tmp_path) == undisturbed
 
 
-def test_without_restarts_the_others_stop_and_the_same_command_goes_on(
-    undisturbed: dict[str, object], tmp_path: Path
-) -> None:
+def test_without_restarts_others_stop_and_same_command_goes_on(undisturbed: dict[str, object], tmp_path: Path) -> None:
+    """Without restarts the other ranks stop with the killed one, and the same command run again resumes."""
     code, _, err = train(tmp_path, 1, 10)
     assert code == 128 + 9
     assert re.match(r"echelon: rank 1 of 2 \(host .*, pid \d+\) was killed by SIGKILL", err.splitlines()[0])
@@ -145,7 +145,7 @@ engine.save("ckpt")
 """
 
 
-def test_a_last_save_that_fails_in_the_background_is_not_a_success(tmp_path: Path) -> None:
+def test_last_save_failing_in_background_is_not_a_success(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FULL_DISK)
     ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 1

@@ -21,7 +21,7 @@ engine.say(f"given {sys.argv[1:]}")
 """
 
 
-def test_a_bare_timeline_records_the_steps_after_the_warm_up_of_all_ranks(tmp_path: Path) -> None:
+def test_bare_timeline_records_steps_after_warm_up_of_all_ranks(tmp_path: Path) -> None:
     write(tmp_path / "train.py", SCRIPT)
     ended = echelon("run", "--procs", 2, "--timeline", "train.py", "--timeline", "mine", cwd=tmp_path)
     assert ended.code == 0, ended.err
@@ -56,7 +56,7 @@ for batch in engine.loader((torch.ones(64, 4), torch.ones(64, 4)), global_batch=
         ("raise ValueError('bad label')", 1, "ValueError: bad label"),
     ],
 )
-def test_a_run_that_ends_in_the_middle_leaves_what_it_had_recorded(
+def test_run_that_ends_midway_leaves_what_it_had_recorded(
     end: str, code: int, said: str | None, tmp_path: Path
 ) -> None:
     write(tmp_path / "train.py", CRASH.format(end=end))

@@ -1,7 +1,7 @@
 """Ranks and servers of a forked launcher, forked in their turn: a fresh start of each takes 1.5 s to 3 s of a core.
 
 ``fork_ranks()`` in a launcher has its ``subprocess.Popen`` make a process for rank_main.py by fork, not by exec. Such a
-a process is the launcher's child, with the session, environment, streams, signals and command line that exec would have
+process is the launcher's child, with the session, environment, streams, signals and command line that exec would have
 given it, and runs rank_main.py from its first line; only what is imported already is there from the start.
 """
 

@@ -70,7 +70,8 @@ def _staged() -> nn.Module:
     return nn.Sequential(first, second)
 
 
-def test_every_rank_writes_down_where_it_is_and_where_its_steps_went(tmp_path: Path) -> None:
+def test_every_rank_records_its_place_and_its_step_phases(tmp_path: Path) -> None:
+    """Every rank records its place in the mesh and the time that each phase of its steps took."""
     ends = run(train, str(tmp_path), str(tmp_path / "kept"), ranks=2)
     seen = runlog.read(tmp_path)
     assert seen.facts is not None
@@ -118,7 +119,8 @@ def test_a_pipelines_stages_join_with_the_first_batch(tmp_path: Path) -> None:
     assert facts.mesh == {"replicate": 1, "stage": 2}
 
 
-def test_training_that_goes_on_is_the_same_run_and_anew_is_another(tmp_path: Path) -> None:
+def test_resumed_training_is_the_same_run_and_a_restart_is_not(tmp_path: Path) -> None:
+    """Training that resumes is another attempt of the same run; training from the beginning is a new run."""
     directory, kept = str(tmp_path / "log"), str(tmp_path / "kept")
     run(train, directory, kept, 4, ranks=1)
     first = runlog.read(directory)
@@ -138,7 +140,7 @@ def test_training_that_goes_on_is_the_same_run_and_anew_is_another(tmp_path: Pat
     assert [one.step for one in third.ranks[0]] == [2]
 
 
-def test_a_full_disk_or_a_lost_directory_costs_one_line_and_no_step(tmp_path: Path) -> None:
+def test_full_disk_or_lost_directory_costs_one_line_and_no_step(tmp_path: Path) -> None:
     [whole] = run(train, None, ranks=1)
     full = tmp_path / "full"
     full.mkdir()
@@ -170,7 +172,8 @@ def _alone_in(directory: str) -> list[str]:
     return os.listdir(directory)
 
 
-def test_of_steps_done_twice_the_later_count_and_damage_is_left_out(tmp_path: Path) -> None:
+def test_read_keeps_the_later_of_repeated_steps_and_skips_damage(tmp_path: Path) -> None:
+    """Of steps done twice the later ones count, and damaged lines are left out."""
     now = time.time()
 
     def step(number: int, loss: float) -> str:

@@ -52,7 +52,8 @@ def seen(*ranks: RankObservation) -> dict[int, RankObservation]:
     return {one.rank: one for one in ranks}
 
 
-def test_a_rank_in_its_own_code_is_late_and_those_that_wait_for_it_are_not() -> None:
+def test_stall_rank_in_user_code_is_late_and_waiting_ranks_not() -> None:
+    """A rank in user code is late, and the ranks that wait for it are not."""
     late = RankObservation(2, status(2, phase="user code", call="", step=7))
     ranks = seen(waits(0, "sum of gradients", "bucket 3 (a .. b)"), waits(1, "sum of gradients", "bucket 3"), late)
     finding = find_stall(ranks, LIMIT)
@@ -146,7 +147,9 @@ def test_where_all_have_come_nobody_is_blamed() -> None:
     assert "network" in finding.cause
 
 
-def test_two_that_wait_for_messages_of_one_another_are_told_at_the_limit() -> None:
+def test_ranks_waiting_for_each_other_are_told_at_the_limit() -> None:
+    """Two ranks that wait for messages of one another are reported once the limit has passed."""
+
     def ring(seconds: float) -> dict[int, RankObservation]:
         return seen(
             waits(0, "receive gradients", ranks="1", for_s=seconds),
@@ -159,7 +162,8 @@ def test_two_that_wait_for_messages_of_one_another_are_told_at_the_limit() -> No
     assert finding.late == (0, 1)
 
 
-def test_reports_come_back_as_they_were_and_nothing_else_is_taken_for_one() -> None:
+def test_rank_status_round_trips_and_other_text_is_refused() -> None:
+    """Reports of ranks come back as they were, and nothing else is taken for one."""
     given = status(0, RankWait("save", "step 8", "all", 3, 1.0))
     assert RankStatus.from_json(given.to_json()) == given
     for wrong in ("", "[]", "{}", given.to_json().replace('"host": "a"', '"host": "\\u001b[2J"'), '{"rank": 0}'):
@@ -177,7 +181,8 @@ def test_ranks_in_short(ranks: list[int], short: str) -> None:
     assert parse_ranks("all", 3) == (0, 1, 2)
 
 
-def test_waits_are_counted_by_call_and_ranks_and_an_inner_one_is_part_of_the_outer() -> None:
+def test_waits_count_by_call_and_ranks_and_inner_ones_do_not() -> None:
+    """Waits are counted by call and ranks, and an inner wait is part of the outer one."""
     before = activity.counts.get(("sum", "0,1"), 0)
     with calling("step", 3, "forward"), waiting("sum", "bucket 0", (0, 1)):
         assert activity.wait is not None
@@ -201,7 +206,8 @@ def test_work_is_what_is_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.phase == "backward"
 
 
-def test_a_slow_rank_is_named_after_three_windows_and_once_in_ten_minutes() -> None:
+def test_slow_rank_is_named_after_3_windows_and_every_10_minutes() -> None:
+    """A slow rank is named after three windows and then at most once in ten minutes."""
     stragglers, said = Stragglers(), []
     for window in range(130):
         steps = 20 * window
@@ -261,7 +267,7 @@ def save_on_rank_0(directory: str, after: int) -> None:
     engine.step(*BATCH)
 
 
-def test_a_save_on_one_rank_only_is_told_at_once_in_the_first_steps(tmp_path: Any) -> None:
+def test_save_on_one_rank_in_the_first_steps_is_told_at_once(tmp_path: Any) -> None:
     line = (
         "rank 1 calls step() (step 2) while rank 0 calls save(); every rank must make the same calls in the same order"
     )
@@ -341,7 +347,7 @@ def pipeline_with_a_slow_stage() -> str:
         return str(told())
 
 
-def test_a_stage_that_sleeps_is_named_with_the_micro_batch_that_is_waited_for() -> None:
+def test_sleeping_stage_is_named_with_the_awaited_micro_batch() -> None:
     said = run(pipeline_with_a_slow_stage)
     for text in said:
         assert "receive gradients: micro-batch 0, stage 1 to 0" in text
@@ -365,7 +371,7 @@ def a_save_after_the_first_steps(directory: str) -> str:
         return str(told())
 
 
-def test_a_save_on_one_rank_only_is_told_soon_after_the_first_steps_too(tmp_path: Any) -> None:
+def test_save_on_one_rank_after_the_first_steps_is_told_soon(tmp_path: Any) -> None:
     for text in run(a_save_after_the_first_steps, str(tmp_path)):
         assert (
             "\nranks 0 and 1 are in different calls: rank 0 in save() (roll call), rank 1 in step 6 (sum of "

@@ -124,7 +124,7 @@ def phases(ranked: RankTrace) -> dict[int, list[Span]]:
 # ---- one clock ----
 
 
-def test_a_clock_that_is_wrong_is_put_right_within_the_error_told(replicas: Path) -> None:
+def test_wrong_clock_is_corrected_within_the_stated_error(replicas: Path) -> None:
     first, second = read(replicas)
     assert first.about["clock_offset"] == 0
     assert abs(second.about["clock_offset"] + SHIFT) <= second.about["clock_error"] < 0.1
@@ -148,7 +148,8 @@ def measured(rate: float) -> tuple[tuple[float, float], float]:
     return (before.seconds, before.error), both.drift
 
 
-def test_ranks_of_one_host_share_their_clock_and_a_quick_clock_is_found_to_drift() -> None:
+def test_clock_of_one_host_is_shared_and_drift_is_measured() -> None:
+    """Ranks of one host share their clock, and a clock that runs too fast is found to drift."""
     (_, _), ((offset, error), drift) = run(measured, 1.0, ranks=2)
     assert abs(offset) <= error
     assert drift == 0
@@ -168,7 +169,7 @@ def test_phases_fill_the_steps_without_gaps(replicas: Path) -> None:
         assert [span.end for span in line[:-1]] == [span.begin for span in line[1:]]
 
 
-def test_all_spans_lie_in_their_steps_and_those_of_the_host_inside_each_other(replicas: Path) -> None:
+def test_spans_lie_in_their_steps_and_host_spans_are_nested(replicas: Path) -> None:
     for ranked in read(replicas):
         bounds = {step: (own[0].begin, own[-1].end) for step, own in phases(ranked).items()}
         for span in ranked.spans:
@@ -204,7 +205,8 @@ def test_the_bytes_of_a_bucket_are_those_of_its_row(replicas: Path) -> None:
         ]
 
 
-def test_ends_of_one_message_have_one_key_and_it_arrives_after_all_have_come(replicas: Path) -> None:
+def test_message_ends_share_a_key_and_end_after_all_have_begun(replicas: Path) -> None:
+    """Both ends of a message have one key, and it arrives only after all ranks have begun it."""
     first, second = ({s.more["key"]: s for s in ranked.spans if s.lane == NETWORK} for ranked in read(replicas))
     assert first.keys() == second.keys()
     error = read(replicas)[1].about["clock_error"]
@@ -223,7 +225,8 @@ def test_the_parts_add_up_to_the_step(replicas: Path) -> None:
         assert row["bubble_ms"] == row["server_ms"] == 0
 
 
-def test_the_rank_that_sleeps_is_the_slowest_and_the_other_waits_for_it_as_long(replicas: Path) -> None:
+def test_sleeping_rank_is_slowest_and_the_other_waits_as_long(replicas: Path) -> None:
+    """The rank that sleeps is the slowest one, and the other rank waits for it as long as it sleeps."""
     figures = summarize(replicas)
     quick, slow = figures["ranks"]
     assert figures["slowest"] == figures["waited_for"]["rank"] == 1

@@ -127,7 +127,8 @@ def test_without_a_loader_all_between_two_steps_is_data() -> None:
     assert row(step_of(0.0, 1))["data"] == 1
 
 
-def test_on_a_gpu_kernels_count_and_the_host_only_while_there_is_none() -> None:
+def test_gpu_figures_count_kernels_and_the_host_between_them() -> None:
+    """On a GPU the figures count kernels, and the host only while no kernel runs."""
     spans = [
         *step_of(0.0, 1, host("sum of gradients", 6.5, 7.5, kind="wait")),
         *step_of(9.0, 2),
@@ -180,7 +181,8 @@ def test_arithmetic_is_counted_without_a_trace_in_the_training() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_a_recorded_step_tells_what_the_model_is_called_with_and_needs_no_hook() -> None:
+def test_recorded_step_has_the_model_arguments_without_a_hook() -> None:
+    """A recorded step tells the arguments that the model is called with, and needs no hook for it."""
     model = nn.Linear(4, 2)
     engine = echelon.distribute(
         model,
@@ -257,7 +259,8 @@ def under_way(at: float, *doing: Span, **said: Any) -> str:
     return now_line(at, doing, **said)
 
 
-def test_a_part_is_read_back_on_the_clock_of_all_and_what_was_under_way_is_marked() -> None:
+def test_part_is_read_on_the_common_clock_with_open_spans_marked() -> None:
+    """A part is read back on the clock of all ranks, and spans that were under way are marked as cut."""
     waits = host("sum of gradients", 9.5, 12.0, 2, "wait")
     found = part(0, spans_line(PHASES), under_way(10.0, host("forward", 9.0, 10.0, 2, "other")), under_way(12.0, waits))
     assert [span.begin for span in found.spans] == [*(100 + span.begin for span in PHASES), 109.5]
@@ -290,7 +293,8 @@ def test_who_stopped_first_is_told_where_it_is_sure(ends: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize(("ago", "running"), [(0.0, True), (1e6, False)])
-def test_a_later_process_of_the_same_number_is_not_taken_for_the_rank(ago: float, running: bool) -> None:
+def test_later_process_with_the_same_pid_is_not_the_rank(ago: float, running: bool) -> None:
+    """A later process that has the rank's process id is not taken for the rank."""
     found = part(0, spans_line(PHASES))
     about = {**found.about, "host": platform.node(), "pid": os.getpid(), "began": time.time() - ago}
     cut = find_truncation([replace(found, about=about)])
@@ -298,7 +302,8 @@ def test_a_later_process_of_the_same_number_is_not_taken_for_the_rank(ago: float
     assert cut["running"] is running
 
 
-def test_the_words_name_how_far_each_came_and_what_the_launcher_said(tmp_path: Path) -> None:
+def test_words_of_a_cut_name_progress_and_the_launchers_message(tmp_path: Path) -> None:
+    """The text names how far each rank came and the launcher's message."""
     folder = tmp_path / "timeline"
     folder.mkdir()
     about = {"ranks": 3, "clock_offset": 0.0, "asked": [1, 9], "began": 1000.0}
@@ -320,7 +325,8 @@ def test_the_words_name_how_far_each_came_and_what_the_launcher_said(tmp_path: P
     assert "step 1, 2 ranks: 9 s a step (median)" in timeline_words(str(tmp_path), as_json=False)
 
 
-def test_the_parts_of_a_crash_are_kept_aside_when_the_next_attempt_records(tmp_path: Path) -> None:
+def test_parts_of_a_crash_are_kept_when_the_next_attempt_records(tmp_path: Path) -> None:
+    """The parts of a crash are moved aside when the next attempt records."""
     folder = tmp_path / "timeline"
     written(tmp_path)
     (folder / trace_files.part_name(1)).write_text(

@@ -61,7 +61,8 @@ def test_merged_steps_count_once_and_their_examples_all(tmp_path: Path) -> None:
     assert fourth["examples_per_s"] * (fourth["time"] - second["time"]) == pytest.approx(2 * 2 * 4, rel=0.2)
 
 
-def test_a_loop_of_ones_own_has_as_many_examples_as_it_says_or_steps_alone(tmp_path: Path) -> None:
+def test_own_loop_logs_examples_if_told_and_else_steps_only(tmp_path: Path) -> None:
+    """A user's own loop logs as many examples as it passes to update(), or steps alone if it passes none."""
     for name, samples in (("told", 4.0), ("untold", None)):
         net = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -237,7 +237,7 @@ def test_closure_and_missing_gradients(kind: Any) -> None:
     assert unused not in optimizer.state
 
 
-def test_a_parameter_that_joins_late_has_bias_corrections_of_its_own() -> None:
+def test_lamb_late_parameter_has_its_own_bias_correction() -> None:
     early, late = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     optimizer = LAMB([early, late], 0.1)
     weights, states = [np.ones(4), np.ones(4)], [{}, {}]
@@ -375,7 +375,8 @@ def test_patterns_that_match_nothing() -> None:
 # ---- taking an optimizer over ----
 
 
-def test_a_scheduler_on_the_given_optimizer_drives_ours_without_warnings() -> None:
+def test_lars_from_follows_given_scheduler_without_warnings() -> None:
+    """A scheduler on the given optimizer drives the one made from it, without warnings."""
     params = parameters()
     sgd = torch.optim.SGD(params, lr=0.4, momentum=0.8, weight_decay=7.0)
     scheduler = torch.optim.lr_scheduler.StepLR(sgd, 2, gamma=0.5)

@@ -320,7 +320,8 @@ def test_bits_do_not_depend_on_the_layout(dtype: torch.dtype, device: str) -> No
     assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
-def test_changes_of_many_ranks_too_small_for_bf16_add_up_before_they_are_rounded() -> None:
+def test_apply_sparse_small_bf16_changes_sum_before_rounding() -> None:
+    """Changes of several ranks, each too small for bf16 alone, are summed before they are rounded."""
     parameter = torch.ones(10, dtype=torch.bfloat16)
     indices = torch.full((8, 1), 4, dtype=torch.int32)
     apply_sparse([parameter], [0], [1], indices, torch.full((8, 1), 1.0), [2.0**-10])  # each alone rounds to nothing

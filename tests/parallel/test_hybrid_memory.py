@@ -80,7 +80,8 @@ def sharded(level: int | None, merge: int) -> tuple[dict[str, int], int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_level_three_holds_its_part_of_parameters_gradients_and_optimizer_state(ranks: int) -> None:
+def test_shard_level_three_rank_holds_only_its_part(ranks: int) -> None:
+    """At level 3 a rank holds only its part of the parameters, gradients and optimizer state."""
     part = PARAMETERS / ranks
     for told, alive in run(sharded, 3, 2, ranks=ranks):
         assert told["parameters"] == pytest.approx(part, rel=0.1)
@@ -173,7 +174,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_one_forward_one_backward_keeps_as_many_micro_batches_as_there_are_stages(stages: int) -> None:
+def test_1f1b_keeps_at_most_as_many_micro_batches_as_stages(stages: int) -> None:
     """GPipe keeps all of them. Rank r of p keeps p - r, and the one it works on."""
     for rank, (gpipe, ours) in enumerate(run(activations, stages, ["gpipe", "1f1b"], ranks=stages)):
         assert ours > 0

@@ -205,7 +205,8 @@ def test_one_process_has_the_bits_of_the_reference() -> None:
         assert_same(found, reference(6, (8,), kind, 1.0))
 
 
-def test_two_replicas_with_uneven_shares_have_the_bits_of_the_reference() -> None:
+def test_lean_two_uneven_replicas_match_reference_bits() -> None:
+    """Two replicas with uneven shares end with the same bits as the reference."""
     ranks = run(train_here, (5, 3), ranks=2)
     for i, (_, kind, times) in enumerate(CASES):
         assert_same(ranks[0][i], ranks[1][i])
@@ -221,7 +222,8 @@ def test_a_loop_of_ones_own_takes_the_same_steps() -> None:
     assert_same(state_of(engine), reference(4, (8,), "AdamW", 1.0))
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_lean_resumed_run_ends_with_same_bits(tmp_path: Path) -> None:
+    """A run resumed from a checkpoint ends with the same bits as an uninterrupted one."""
     straight, _ = begin(Strategy(lean=True))
     stopped, _ = begin(Strategy(lean=True), checkpoint=Checkpoint(dir=str(tmp_path / "kept"), every=3))
     for tokens, target in batches(6):
@@ -270,7 +272,8 @@ def test_what_is_not_a_number_is_seen_as_such() -> None:
     assert weight.isnan().all()
 
 
-def test_moments_decay_as_they_should_although_each_step_is_smaller_than_a_code() -> None:
+def test_lean_moments_decay_with_steps_smaller_than_a_code() -> None:
+    """Moments decay at the right rate even though each step is smaller than the distance between two codes."""
     g = torch.Generator().manual_seed(0)
     count, steps, betas = 2560, 400, (0.97, 0.999)
     rule = formats.AdamStepScalars(

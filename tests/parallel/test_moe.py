@@ -112,7 +112,8 @@ def test_dropping_happens_in_these_cases_and_not_only_there() -> None:
     assert not all(dropped)
 
 
-def test_equal_tokens_go_to_the_first_experts_and_later_ones_are_dropped() -> None:
+def test_moe_equal_tokens_fill_first_experts_rest_dropped() -> None:
+    """Equal tokens go to the first experts, and those beyond the capacity are dropped."""
     layer = make(4, top=2, capacity=1.0)
     output = layer(torch.zeros(2, 4, DIM, dtype=torch.double))  # as padding: all experts are equally probable
     kept = output.flatten(0, 1).abs().sum(1) > 0
@@ -156,7 +157,8 @@ def test_experts_of_ones_own_and_noise() -> None:
     torch.testing.assert_close(noisy.eval()(x), plain.eval()(x))
 
 
-def test_the_second_expert_is_used_with_twice_its_weight_as_probability() -> None:
+def test_moe_second_expert_probability_is_twice_its_weight() -> None:
+    """With random_second, the second expert is used with twice its weight as the probability."""
     layer = make(3, top=2, random_second=True, capacity=3.0, expert=lambda x, w1, b1, w2, b2: torch.ones_like(x))
     x = tokens_for(1).expand(4000, DIM)
     second = (x[0] @ layer.gate.weight.T).detach().softmax(-1).sort(descending=True).values[:2]
@@ -343,7 +345,8 @@ def idle_and_noise() -> tuple[Tensor, Tensor, float]:
     return noisy(same).detach(), torch.rand(3), float(layer.dropped)
 
 
-def test_a_stand_in_batch_counts_for_nothing_and_noise_differs_between_shares() -> None:
+def test_moe_stand_in_batch_ignored_and_noise_differs_by_share() -> None:
+    """A stand-in batch does not count, and the noise differs between the ranks' shares."""
     (first, after, _), (second, after_too, dropped) = run(idle_and_noise, ranks=2)
     torch.testing.assert_close(first, second)
     assert len({round(float(row[0]), 12) for row in first}) == 6

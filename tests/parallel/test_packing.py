@@ -32,7 +32,8 @@ def sentences() -> list[tuple[Tensor, Tensor, int]]:
 
 
 @pytest.mark.parametrize("multiple", [1, 16, 64])
-def test_a_row_holds_the_sequences_in_order_and_its_end_belongs_to_nobody(multiple: int) -> None:
+def test_packed_row_keeps_order_and_its_padding_has_no_owner(multiple: int) -> None:
+    """A packed row holds the sequences in order, and its padded end belongs to no sample."""
     texts = [tokens for tokens, _, _ in sentences()]
     row = pack(texts, multiple=multiple, longest=12, fill=-1)
     assert len(row.values) % multiple == 0
@@ -130,7 +131,8 @@ def steps(world_size: int = 1, uneven: Any = "join", state: Any = None) -> list[
     return [[text for tokens, _, _ in step for text in tokens.unpack()] for step in zip(*loaders, strict=True)]
 
 
-def test_a_step_has_the_same_samples_for_any_number_of_ranks_and_after_a_stop() -> None:
+def test_packed_step_same_samples_for_any_ranks_and_after_resume() -> None:
+    """A step has the same samples for any number of ranks, and also after the loader was stopped and resumed."""
     alone = steps()
     assert same(alone[:-1], steps(2)[:-1])  # in the last one, which is ragged, a stand-in counts for nothing
     loader = Loader(sentences(), batch_size=4, uneven="join", pack=16)
@@ -209,7 +211,8 @@ def padded(samples: list[Any]) -> Any:
     return pad_collate(samples, (0, -100))
 
 
-def test_packed_training_is_that_of_padded_rows_on_one_rank_and_on_two_with_uneven_shares() -> None:
+def test_packed_training_equals_padded_on_one_and_two_ranks() -> None:
+    """Packed training equals training on padded rows, on one rank and on two with uneven shares."""
     ((expected, one),), two = run(train_both, ranks=1), run(train, True, ranks=2)
     for losses, weights, _ in (one, *two):
         assert losses == pytest.approx(expected[0], abs=1e-9)

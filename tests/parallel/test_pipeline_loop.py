@@ -230,7 +230,7 @@ def evaluated() -> dict[int, float]:
     return runner.losses
 
 
-def test_forward_only_after_training_gives_the_losses_and_no_gradients(reference: Outcome) -> None:
+def test_forward_only_after_training_gives_losses_no_gradients(reference: Outcome) -> None:
     assert run(evaluated, ranks=4)[LAST] == reference[0][1]
 
 
@@ -290,7 +290,7 @@ def failing() -> None:
     run_schedule(make_schedule("1f1b", 4, 4, 5), runner, TRANSFERS, links, 3)
 
 
-def test_an_error_of_the_model_keeps_its_kind_and_names_rank_stage_and_micro_batch() -> None:
+def test_model_error_keeps_type_and_names_rank_stage_micro_batch() -> None:
     ends = run_raw(failing, ranks=4)
     assert isinstance(ends[2], Raised)
     assert (ends[2].kind, ends[2].line) == ("ZeroDivisionError", "no good")
@@ -317,7 +317,8 @@ def reshaping() -> None:
         run_schedule(make_schedule("gpipe", 4, 4, 5), ToyRunner(Stages(), step), TRANSFERS, links, "constant")
 
 
-def test_shapes_that_change_under_one_signature_are_refused_with_the_way_out() -> None:
+def test_shape_change_under_one_signature_refused_with_hint() -> None:
+    """Shapes that change under one batch signature are refused, and the error says which option allows them."""
     assert errors(reshaping, ranks=4)[0] == (
         "UsageError: rank 0, stage 0, micro-batch 0: pipeline: '0.hidden' goes from stage 0 to stage 1 as "
         "float32 [2, 4] with gradient, but for a batch of this shape it was float32 [3, 4] with gradient before; "

@@ -316,7 +316,8 @@ def test_every_level_gives_the_numbers_of_one_process() -> None:
     all_same([Job(*chosen) for chosen in itertools.product(models, (1, 2, 3), optimizers)], ranks=2)
 
 
-def test_uneven_shares_merged_passes_groups_schedules_and_evaluation() -> None:
+def test_shard_uneven_merged_groups_schedule_eval_match() -> None:
+    """Uneven shares, merged passes, parameter groups, schedules and evaluation together give the same numbers."""
     jobs = [
         Job(model, level, "groups", merge=2, shares=(5, 4, 3), schedule=True, evaluate=True)
         for model in ("transformer", "odd")
@@ -332,14 +333,14 @@ def test_recomputed_blocks_applied_before_or_after_sharding() -> None:
     )
 
 
-def test_recomputed_blocks_with_frozen_weights_give_the_numbers_of_one_process() -> None:
+def test_shard_recompute_frozen_weights_equals_one_process() -> None:
     """A block's last gradient is made before backward has gone through its frozen norm."""
     jobs = [Job("adapted", level, recompute=when) for when in ("", "before", "after") for level in (1, 2, 3)]
     jobs += [Job("adapted, checkpointed", level) for level in (1, 2, 3)]
     all_same(jobs, ranks=2)
 
 
-def test_autocast_gives_the_same_bits_at_every_level_and_keeps_no_copies() -> None:
+def test_shard_autocast_same_bits_at_every_level_no_copies() -> None:
     jobs = [Job("transformer", level, "sgd", autocast=True, steps=5) for level in (1, 2, 3)]
     jobs.append(Job("transformer", 3, "sgd", autocast=True, steps=5, recompute="before"))
     first, *others = all_same(jobs, ranks=2, atol=5e-3)
@@ -348,7 +349,7 @@ def test_autocast_gives_the_same_bits_at_every_level_and_keeps_no_copies() -> No
             assert torch.equal(value, other[0].weights[name]), name
 
 
-def test_a_layer_that_only_some_ranks_use_hangs_nobody_and_unused_ones_do_not_move() -> None:
+def test_shard_layer_used_by_some_ranks_no_hang_unused_unchanged() -> None:
     """With shares so uneven, the rank with one sample often runs without 'sometimes'."""
     jobs = [Job("partial", level, "adamw", shares=(10, 1, 1), steps=8, buckets=5) for level in (1, 2, 3)]
     alone = [not bool((zoo.batch_for("partial", 12, step)[0][11:, 0] > 0).any()) for step in range(8)]
@@ -493,7 +494,8 @@ def in_and_out(level: int) -> dict[str, Any]:
     return {"filled": filled, "outputs": outputs, "shapes": shapes, "closed": model(x).detach()}
 
 
-def test_what_is_loaded_into_shards_or_changed_in_whole_parameters_is_what_runs() -> None:
+def test_shard_loaded_or_changed_values_are_used_in_forward() -> None:
+    """Values loaded into the shards or changed in the whole parameters are those that forward uses."""
     for seen in itertools.chain.from_iterable(run(in_and_out_levels)):
         assert seen["filled"] == {name: len(name) for name, _ in Odd().named_parameters()}
         assert seen["shapes"] == {name: tuple(p.shape) for name, p in Odd().named_parameters()}
@@ -638,7 +640,9 @@ def test_remainders_even_out() -> None:
     assert held == [50, 50, 50, 50]
 
 
-def test_units_are_blocks_or_modules_with_parameters_and_shared_ones_lie_around() -> None:
+def test_find_units_blocks_or_modules_shared_go_to_outer_unit() -> None:
+    """Units are blocks or modules with parameters, and shared parameters belong to the unit around them."""
+
     def units(model: nn.Module, small: int = 0) -> dict[str, list[str]]:
         return find_units(model, dict(model.named_parameters()), small)
 

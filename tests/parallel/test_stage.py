@@ -544,7 +544,8 @@ def test_a_rank_keeps_only_what_it_needs() -> None:
         assert [holds(mine.layers.layers[i]) for i in (0, 1)] == [stage == 0, stage == 1]
 
 
-def test_what_is_not_kept_is_freed_even_where_an_optimizer_has_it() -> None:
+def test_keep_only_frees_other_parameters_held_by_optimizer() -> None:
+    """Parameters of other stages are freed even where an optimizer refers to them."""
     model = nn.Sequential(linear(), linear())
     staged = Staged(model, F.mse_loss, regression()[0], {"0": 0, "1": 1})
     optimizer = zoo.sgd(model)

@@ -207,7 +207,8 @@ def train_kept() -> list[dict[str, Tensor]]:
     return found
 
 
-def test_optimizers_that_step_what_a_rank_holds_equal_one_process() -> None:
+def test_optimizers_stepping_held_parameters_equal_one_process() -> None:
+    """Optimizers that step only the parameters a rank holds give the numbers of one process."""
     (expected,) = run(train_kept, ranks=1)
     for found in run(train_kept):
         for weights, one in zip(found, expected, strict=True):

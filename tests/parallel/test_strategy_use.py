@@ -107,7 +107,8 @@ def overflow_in_a_compressed_gradient() -> tuple[list[bool], bool]:
     return moved, all(bool(torch.isfinite(value).all()) for value in residual.tensors().values())
 
 
-def test_an_overflow_that_no_other_rank_sees_skips_the_step_on_all() -> None:
+def test_overflow_on_one_rank_skips_step_on_all() -> None:
+    """An overflow that only one rank sees skips the step on all ranks."""
     assert run(overflow_in_a_compressed_gradient) == [([True, False, True], True)] * 2
 
 
@@ -213,7 +214,7 @@ def hierarchical_after_dense_steps() -> list[int]:
     return held
 
 
-def test_momentum_of_the_dense_steps_is_in_one_place_on_every_rank() -> None:
+def test_dense_step_momentum_in_one_place_on_every_rank() -> None:
     """Left behind on a rank that does not lead, it would come back from a checkpoint and count twice."""
     assert run(hierarchical_after_dense_steps, ranks=4, hosts=2) == [[310, 310, 10, 10]] * 4
 

@@ -139,7 +139,8 @@ def test_on_a_cpu_indices_ascend_and_the_first_of_equals_win() -> None:
 
 
 @pytest.mark.parametrize("n", [100, 100_000])
-def test_what_is_not_finite_counts_as_larger_and_never_changes_how_many(n: int) -> None:
+def test_topk_non_finite_counts_as_larger_and_keeps_count(n: int) -> None:
+    """Values that are not finite count as larger, and never change how many are selected."""
     values = torch.randn(n, generator=torch.Generator().manual_seed(0))
     values[[3, 50]] = float("inf")
     values[7] = float("nan")

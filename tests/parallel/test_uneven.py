@@ -100,7 +100,8 @@ def own_loop(told: str) -> list[Any]:
     return [engine.whole_state()]
 
 
-def test_a_loop_of_its_own_with_batch_norm_over_batches_of_different_lengths() -> None:
+def test_own_loop_batch_norm_with_batches_of_different_lengths() -> None:
+    """A custom training loop with batch norm over batches of different lengths equals one process."""
     [one] = run(own_loop, "backward", ranks=1)[0]
     for told in ("backward", "backward and update"):
         for [mine] in run(own_loop, told, ranks=2):
@@ -120,7 +121,8 @@ def test_split_shards_of_different_widths() -> None:
     assert many[0]["held"] > 2 * many[1]["held"]
 
 
-def test_stages_of_different_depths_by_the_speed_of_their_devices() -> None:
+def test_pipeline_stage_depths_follow_device_speed() -> None:
+    """Stages get different depths according to the speed of their devices."""
     many = check({"": pipeline(micro_batches=4, stages=2, weights=WIDE)})
     depth = many[0]["depth"]
     assert depth.count(0) > depth.count(1) > 0

@@ -304,7 +304,7 @@ def count(directory: str) -> list[float]:
     return row
 
 
-def test_a_worker_that_joins_and_leaves_changes_the_divisor_and_nothing_else(tmp_path: Path) -> None:
+def test_worker_that_joins_and_leaves_changes_only_the_divisor(tmp_path: Path) -> None:
     first, second, late = served(count, str(tmp_path), servers=2, workers=3, late=1)
     assert first == second == [-60.0, -60.0]
     assert -60 < late[0] <= -10  # it came after some steps of the others, and saw its own five

@@ -49,7 +49,8 @@ def one(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["parquet", "safetensors"])
-def test_the_file_holds_the_rows_that_exist_and_deltas_lead_from_one_to_the_next(tmp_path, one, ending):
+def test_export_holds_existing_rows_and_deltas_lead_to_the_next(tmp_path, one, ending):
+    """An export holds the rows that exist, and a delta turns one export into the next."""
     for number in range(18):
         push(one, number)
     answer = export(one, tmp_path / f"whole.{ending}", "b")
@@ -137,7 +138,7 @@ def test_a_checkpoint_is_exported_without_servers(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", ["parquet", "safetensors"])
-def test_an_export_that_fails_leaves_no_file_and_the_old_one_alone(tmp_path, ending):
+def test_failed_export_leaves_no_file_and_keeps_the_old_one(tmp_path, ending):
     def broken():
         yield BucketRows(np.arange(2), np.zeros((2, 5), np.uint32))
         raise CheckpointError("the rest is damaged")

@@ -291,7 +291,7 @@ HEADS = [
 ]
 
 
-def test_heads_that_lie_or_make_no_sense_are_answered_with_one_line(target: Target):
+def test_invalid_or_false_heads_are_answered_with_one_line(target: Target):
     empty = column(b"", 0, 0)
     batches = [
         pa.RecordBatch.from_arrays([column(head, 0, len(head)), *[empty] * MAX_ARRAYS], schema=SCHEMA) for head in HEADS
@@ -368,7 +368,7 @@ def test_slow_and_idle_clients_hold_up_nobody(target: Target):
     target.check()
 
 
-def test_a_server_that_is_full_says_so_and_takes_the_next_when_one_has_gone():
+def test_full_server_says_so_and_takes_next_when_one_has_left():
     server = FlightServer("127.0.0.1:0", Counting().handle, max_streams=3)
     links = [ServerChannel(server.endpoint) for _ in range(3)]
     for link in links:

@@ -65,7 +65,7 @@ def test_the_neighbour_keeps_only_what_the_last_snapshot_needs(tmp_path, line):
     shard.close()
 
 
-def test_a_neighbour_that_is_away_does_not_stop_training_and_catches_up(tmp_path, line, capfd):
+def test_absent_neighbour_does_not_stop_training_and_catches_up(tmp_path, line, capfd):
     shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
     push(shard, 0)
     line.cut = True

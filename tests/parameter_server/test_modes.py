@@ -172,7 +172,7 @@ def noting(shard, leads):
     return missing
 
 
-def test_a_bounded_worker_waits_for_the_slowest_and_goes_on_when_it_moves():
+def test_bounded_worker_waits_for_slowest_until_it_moves():
     _, (fast, slow) = started(job(1, 2, "bounded", staleness=1))
     fast.step(Batch(0, 3))
     fast.step(Batch(1, 3))

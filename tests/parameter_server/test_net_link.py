@@ -43,7 +43,7 @@ def test_arrays_of_every_kind_and_shape_come_back_as_they_went():
         np.testing.assert_array_equal(got, sent)
 
 
-def test_many_requests_at_once_are_answered_in_order_and_each_to_its_asker():
+def test_concurrent_requests_are_answered_in_order_to_each_asker():
     rng = np.random.default_rng(1)
     with serving() as server:
         link = ServerChannel(server.endpoint, in_flight=8)
@@ -81,7 +81,7 @@ def test_several_threads_share_a_link():
     assert not wrong
 
 
-def test_a_server_error_is_raised_by_the_asker_alone_and_the_link_goes_on():
+def test_server_error_is_raised_by_its_asker_only_link_goes_on():
     with serving() as server:
         link = ServerChannel(server.endpoint)
         before = link.send(push(0))
@@ -209,7 +209,7 @@ def test_a_link_that_was_never_used_costs_nothing():
         link.close()
 
 
-def test_a_server_that_froze_is_given_up_and_taken_again_when_it_thaws():
+def test_frozen_server_is_given_up_and_reconnected_when_it_thaws():
     with serving() as server:
         link = ServerChannel(server.endpoint, timeout=60)
         beats = HeartbeatSender([server.endpoint], 3, every=0.1, links=[link])
@@ -283,7 +283,7 @@ def _leave_it_open(endpoint: str, seen: str) -> None:
     sys.exit(7)
 
 
-def test_a_process_with_an_open_link_ends_as_it_wants_and_so_does_its_child(tmp_path: Path):
+def test_process_with_open_link_and_its_child_end_as_they_want(tmp_path: Path):
     program = f"""
 import sys, types
 sys.path[:0] = {sys.path!r}

@@ -65,7 +65,8 @@ def test_whoever_belongs_to_the_job_gets_in(case: str, pem: Path):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_whoever_does_not_is_told_why_in_one_line_without_waiting(case: str, pem: Path):
+def test_refused_link_is_told_why_in_one_line_without_waiting(case: str, pem: Path):
+    """A client that does not belong to the job is told why in one line, without waiting."""
     theirs, ours, line = REFUSED[case]
     calls = []
     server = FlightServer(
@@ -104,7 +105,8 @@ def test_settings_come_from_the_environment(tmp_path: Path, pem: Path):
     assert Security.from_environment({}) == OPEN
 
 
-def test_the_servers_token_is_made_from_the_secret_of_the_job_unless_they_have_one_of_their_own(tmp_path: Path):
+def test_servers_token_is_made_from_job_secret_unless_own_is_set(tmp_path: Path):
+    """The servers' token is made from the secret of the job unless they have one of their own."""
     (tmp_path / "theirs").write_text("of the servers\n")
     (tmp_path / "all").write_text("of the job\n")
     made = Security.from_environment({"ECHELON_TOKEN": "of the job"}).token

@@ -72,7 +72,7 @@ def argv(endpoints: list[str], index: int, state: Path | None = None, trainers: 
     ]
 
 
-def test_a_server_killed_again_and_again_goes_on_from_every_push_it_answered(tmp_path: Path):
+def test_server_killed_repeatedly_keeps_every_answered_push(tmp_path: Path):
     endpoint, job, state = free_endpoint(), job_of(1), tmp_path / "state"
     command = argv([endpoint], 0, state)
     server = ServerProcess(command, tmp_path / "log")
@@ -97,7 +97,8 @@ def test_a_server_killed_again_and_again_goes_on_from_every_push_it_answered(tmp
     assert not any(path.is_file() for path in state.rglob("*"))  # the job is done: nobody comes back for it
 
 
-def test_two_servers_mirror_each_other_and_a_lost_disk_is_read_back_from_the_neighbour(tmp_path: Path):
+def test_mirrored_servers_lost_disk_is_read_back_from_neighbour(tmp_path: Path):
+    """Two servers mirror each other, and the state of a lost disk is read back from the neighbour."""
     endpoints = [free_endpoint(), free_endpoint()]
     job, states = job_of(2, replica=True), [tmp_path / "a", tmp_path / "b"]
     start = [
@@ -149,7 +150,7 @@ def test_workers_that_never_come_are_named(tmp_path: Path):
     assert some.lines()[1:] == [line]
 
 
-def test_beats_keep_a_server_that_nobody_asks_anything_and_silence_ends_it(tmp_path: Path):
+def test_idle_server_is_kept_by_heartbeats_and_ended_by_silence(tmp_path: Path):
     endpoint = free_endpoint()
     table = TableSpec(name="t", dim=DIM, rule=Sgd())
     job = JobSpec(session="s", mode="async", trainers=1, servers=1, tables=(table,), patience=0.2)

@@ -55,7 +55,7 @@ def undisturbed(spec, steps):
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_worker_that_dies_and_restarts_leaves_the_undisturbed_weights(death):
+def test_restarted_worker_leaves_the_undisturbed_weights(death):
     spec = job(2, 2, rule=Adagrad(lr=0.1))
     servers, workers = started(spec)
     for step in range(6):
@@ -93,7 +93,7 @@ def reference_without(last, steps):
 
 @pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_silent_worker_is_dropped_at_the_same_step_on_all_servers(death, first):
+def test_silent_worker_is_dropped_at_same_step_on_all_servers(death, first):
     """``first``: the server that worker 0 asks first for its next step, and that so finds out."""
     clock = Clock()
     servers, workers = started(job(2, 2, rule=Adagrad(lr=0.1), patience=30.0), clock=clock)
@@ -117,7 +117,7 @@ def test_a_silent_worker_is_dropped_at_the_same_step_on_all_servers(death, first
     assert_same(state(servers), reference_without(last, 7))
 
 
-def test_what_a_dropped_worker_still_sends_is_refused_until_it_joins():
+def test_dropped_worker_is_refused_until_it_joins():
     clock = Clock()
     servers, workers = started(job(2, 2, patience=30.0), clock=clock)
     for worker in workers:
@@ -266,7 +266,7 @@ def test_a_join_that_a_server_did_not_hear_of_is_undone():
     assert servers.say(0, {"op": "join", "worker": 2}).head["step"] == 3
 
 
-def test_a_drop_waits_for_a_server_that_is_away_and_happens_when_it_is_back():
+def test_drop_waits_for_absent_server_and_happens_on_its_return():
     clock = Clock()
     servers, workers = started(job(2, 2, rule=Adagrad(lr=0.1), patience=30.0), clock=clock)
     for worker in workers:
@@ -290,7 +290,8 @@ def test_a_drop_waits_for_a_server_that_is_away_and_happens_when_it_is_back():
     assert_same(state(servers), reference_without(0, 2))
 
 
-def test_the_last_of_all_may_be_dropped_by_a_newcomer_and_training_goes_on():
+def test_last_worker_dropped_by_newcomer_training_goes_on():
+    """The last worker may be dropped by a newcomer, here its own restart, and training goes on."""
     clock = Clock()
     spec = job(2, 1, patience=30.0)
     servers, (worker,) = started(spec, clock=clock)
@@ -320,7 +321,7 @@ def test_workers_with_fewer_batches_leave_and_the_rest_goes_on():
     assert all(shard.done() for shard in servers.shards)
 
 
-def test_bounded_goes_on_without_a_silent_worker_and_lets_it_in_again():
+def test_bounded_goes_on_without_silent_worker_and_readmits_it():
     clock = Clock()
     servers, workers = started(job(2, 2, "bounded", staleness=1, patience=30.0), clock=clock)
     for worker in workers:

@@ -169,7 +169,7 @@ def test_batches_of_different_size_count_by_their_examples():
     compare(job(2, 2, rule=rule), plain_sgd, lambda rows: Rows(rule, rows), sizes=(9, 2))
 
 
-def test_groups_have_their_own_settings_and_schedules_reach_the_servers():
+def test_groups_keep_own_settings_and_schedules_reach_servers():
     groups = ({"lr": 0.1, "momentum": 0.5}, {"lr": 0.01, "momentum": 0.0})
     spec = job(2, 1, dense=DenseRule(kind="SGD", groups=groups))
     servers, (worker,) = started(spec)

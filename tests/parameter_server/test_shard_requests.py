@@ -60,7 +60,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_push_with_a_mistake_is_refused_in_one_line_and_changes_nothing(name):
+def test_wrong_push_is_refused_in_one_line_and_changes_nothing(name):
     change, array, line = MISTAKES[name]
     servers, (worker,) = started(job(1, 1))
     head, arrays = good_push(worker)
@@ -97,7 +97,7 @@ def test_ids_of_another_server_are_refused():
     assert "belongs to another server" in error_of(servers.shards[0], pull, [wrong[:1]])
 
 
-def test_random_nonsense_is_always_answered_and_leaves_the_shard_working():
+def test_random_requests_are_answered_and_leave_shard_working():
     servers, (worker,) = started(job(1, 1))
     shard = servers.shards[0]
     head, arrays = good_push(worker)
@@ -283,7 +283,7 @@ def test_changes_played_again_give_the_same_bits(mode):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("on_full", [None, "lru"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_replay_upon_buckets_of_different_moments_gives_the_same_bits(mode, on_full, seed):
+def test_replay_on_buckets_of_different_moments_gives_same_bits(mode, on_full, seed):
     """As a snapshot beside training has them: facts first, then every bucket and the blocks at a moment of its own."""
     tables = tuple(
         TableSpec(name=name, dim=dim, seed=5, rule=Adagrad(lr=0.1), expire_passes=2, admit_after=2)

@@ -32,7 +32,7 @@ def test_a_restored_shard_equals_one_that_was_never_stopped(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_snapshots_between_buckets_of_which_pushes_come_fit_together(tmp_path, mode):
+def test_snapshot_with_pushes_between_buckets_fits_together(tmp_path, mode):
     """Buckets are taken at different moments: the journal brings them to the same one."""
     job = make_job(mode=mode, trainers=2)
     shard = opened(job, directory=tmp_path)
@@ -67,7 +67,7 @@ def test_an_evicting_table_is_restored_with_the_rows_it_had(tmp_path):
     assert numbers_of(opened(job, directory=tmp_path)) == numbers_of(straight)
 
 
-def test_without_a_journal_the_state_is_that_of_the_last_snapshot(tmp_path):
+def test_without_journal_state_is_that_of_the_last_snapshot(tmp_path):
     job = make_job(keeping=PersistenceSettings(journal=False, snapshot_every=3600.0))
     shard = opened(job, directory=tmp_path)
     for number in range(25):
@@ -81,7 +81,7 @@ def test_without_a_journal_the_state_is_that_of_the_last_snapshot(tmp_path):
     again.close()
 
 
-def test_deltas_become_a_base_when_they_outweigh_it_and_old_files_go(tmp_path):
+def test_deltas_outweighing_base_become_a_base_and_old_files_go(tmp_path):
     job = make_job()
     shard = opened(job, directory=tmp_path)
     lengths = []
@@ -110,7 +110,7 @@ def test_a_long_journal_calls_for_a_snapshot_by_itself(tmp_path):
     shard.close()
 
 
-def test_a_disk_that_refuses_a_record_refuses_the_push_and_nothing_else(tmp_path, monkeypatch):
+def test_disk_refusing_a_record_refuses_only_that_push(tmp_path, monkeypatch):
     job = make_job()
     shard = opened(job, directory=tmp_path)
     push(shard, 0)
@@ -133,7 +133,7 @@ def test_a_disk_that_refuses_a_record_refuses_the_push_and_nothing_else(tmp_path
     assert state_of(opened(job, directory=tmp_path)) == state_of(trained(2, job))
 
 
-def test_a_failed_snapshot_is_followed_by_a_base_that_misses_nothing(tmp_path, monkeypatch):
+def test_failed_snapshot_is_followed_by_a_complete_base(tmp_path, monkeypatch):
     job = make_job()
     shard = opened(job, directory=tmp_path)
     push(shard, 0)
@@ -154,7 +154,7 @@ def test_a_failed_snapshot_is_followed_by_a_base_that_misses_nothing(tmp_path, m
     assert state_of(opened(job, directory=tmp_path)) == state_of(trained(3, job))
 
 
-def test_another_session_takes_the_place_of_a_job_whose_snapshot_is_under_way(tmp_path):
+def test_another_session_replaces_job_with_snapshot_under_way(tmp_path):
     """The keeper of the first job is closed under the shard's lock, while its thread waits for that lock."""
     job = make_job()
     shard = opened(job, directory=tmp_path / "a")
@@ -182,7 +182,7 @@ def test_merged_rows_are_those_of_the_later_delta():
 
 
 @pytest.mark.parametrize("there", ["snapshot", "manifest", "journal"])
-def test_damage_is_one_line_that_names_the_file_and_nothing_is_half_loaded(tmp_path, there):
+def test_damaged_file_is_named_in_one_line_nothing_half_loaded(tmp_path, there):
     job = make_job()
     shard = opened(job, directory=tmp_path)
     for number in range(6):

@@ -179,7 +179,8 @@ def test_a_sync_step_that_ends_during_a_save_is_not_half_in_it(tmp_path):
     shard.close()
 
 
-def test_an_incomplete_or_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path):
+def test_incomplete_or_damaged_checkpoint_changes_nothing(tmp_path):
+    """An incomplete or damaged checkpoint is refused in one line and changes nothing."""
     job = job_of(2)
     shards = shards_of(job, tmp_path / "a")
     for shard in shards:

@@ -95,7 +95,8 @@ class Shared(nn.Module):
         return (self.first(left) * self.second(right) + self.first(computed)).sum(1) * self.scale
 
 
-def test_a_shared_table_adds_up_all_that_reads_it_and_computed_ids_work() -> None:
+def test_shared_table_sums_all_gradients_and_computed_ids_work() -> None:
+    """A shared table sums the gradients of all modules that read it, and computed ids work."""
     model = Shared()
     engine = engine_of(model)
     left, right = torch.tensor([1, 2, 2, -9]), torch.tensor([2, 3, 1, -9])

@@ -136,7 +136,7 @@ def test_a_worker_without_its_server_names_it_and_ends_in_time() -> None:
     assert printed == f"echelon: ps: {notice}; start what is missing\n"
 
 
-def test_another_program_at_the_servers_port_is_told_from_a_server() -> None:
+def test_another_program_at_server_port_is_told_from_a_server() -> None:
     with socket.socket() as silent, socket.socket() as http:
         for one in (silent, http):
             one.bind(("127.0.0.1", 0))
@@ -187,7 +187,7 @@ def be_script(endpoint: str) -> Any:
     return str(caught.value), printed.getvalue(), time.monotonic() - told
 
 
-def test_a_server_in_the_scripts_role_ends_at_once_and_tells_its_worker_why() -> None:
+def test_server_in_script_role_ends_at_once_and_tells_worker_why() -> None:
     server, (line, printed, seconds) = run_raw(be_script, free_endpoint(), ranks=2)
     assert server == Died(1)
     assert line == "server 0 has waited 5 s for worker 1; start it, or fewer with trainers="

@@ -52,7 +52,8 @@ def test_a_pull_changes_nothing() -> None:
     np.testing.assert_array_equal(table.pull(np.repeat(some(100), 2)), np.repeat(first, 2, axis=0))
 
 
-def test_uniform_initial_values_are_the_documented_function_of_seed_and_id() -> None:
+def test_uniform_initial_values_match_documented_function() -> None:
+    """Uniform initial values are the documented function of seed and id."""
     ids, dim = some(500), 5
     got = Table(spec(dim=dim, seed=-3, initializer=Initializer(low=-0.25, high=0.75))).pull(ids)
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -118,7 +119,7 @@ def test_the_index_is_a_dictionary(actions: list[tuple[str, list[int]]]) -> None
     np.testing.assert_array_equal(table.pull(every)[:, 0], expected)
 
 
-def test_one_crowded_bucket_keeps_every_row_while_others_come_and_go() -> None:
+def test_crowded_bucket_keeps_every_row_while_others_come_and_go() -> None:
     pool = np.arange(3_000_000, dtype=np.int64)
     crowd = pool[bucket_of(pool, BUCKETS) == 5]
     assert len(crowd) > 2000

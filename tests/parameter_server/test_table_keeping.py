@@ -64,7 +64,7 @@ def test_an_id_is_admitted_with_its_third_push() -> None:
     assert (alive(table), len(table)) == ([-6, 5], 2)
 
 
-def test_the_count_of_a_row_includes_the_pushes_before_it_was_admitted() -> None:
+def test_row_count_includes_pushes_before_it_was_admitted() -> None:
     table = table_of(admit_after=3)
     for _ in range(5):
         push(table, [5])
@@ -358,7 +358,8 @@ def test_what_was_never_saved_is_forgotten_without_a_trace() -> None:
     assert len(table) <= 100
 
 
-def test_an_index_shrinks_after_most_rows_expired_and_memory_is_used_again() -> None:
+def test_index_shrinks_after_expiry_and_memory_is_used_again() -> None:
+    """The index shrinks after most rows expired, and its memory is used again."""
     table = table_of(expire_seconds=5.0)
     push(table, range(200_000), now=0)
     large = table.memory()

@@ -57,7 +57,7 @@ def spans(recorded: Path, kind: str, lane: str) -> list[list[Any]]:
     return [[s for s in r.spans if s.kind == kind and s.lane == lane] for r in trace_files.read(recorded / "timeline")]
 
 
-def test_pulls_and_pushes_of_every_step_are_there_with_their_bytes(recorded: Path) -> None:
+def test_pulls_and_pushes_of_every_step_are_there_with_bytes(recorded: Path) -> None:
     dense = 4 * (DIM + 1)
     rows = 8 * IDS + 4 * DIM * IDS  # ids there, rows back; the blocks come with the end of the step
     for own in spans(recorded, "pull", NETWORK):
@@ -82,7 +82,8 @@ def test_the_launcher_puts_workers_together_that_never_met(recorded: Path) -> No
     assert figures["clock_error_ms"] is None, "nobody compared the clocks"
 
 
-def test_speed_is_of_all_workers_and_waiting_for_servers_is_no_work_of_ones_own(recorded: Path) -> None:
+def test_speed_counts_all_workers_and_server_waits_are_not_work(recorded: Path) -> None:
+    """The speed is that of all workers, and waiting for servers does not count as a worker's own work."""
     run = runlog.read(recorded)
     second, fourth, _ = run.steps
     assert fourth.time

@@ -37,7 +37,8 @@ def test_nonsense_is_no_plan() -> None:
             Plan.from_json(text)
 
 
-def test_every_trained_parameter_is_in_one_bucket_in_backward_order() -> None:
+def test_plan_trained_parameters_in_one_bucket_backward_order() -> None:
+    """Every trained parameter is in exactly one bucket, in the order of backward."""
     model, _ = build("partial")
     plan = plan_for(model, reduction=Reduction(bucket_mb=0.0001, first_bucket_mb=0.0001))
     sent = [name for bucket in plan.buckets for name in bucket.parameters]
@@ -74,7 +75,8 @@ def test_sparse_gradients_travel_alone_and_tied_weights_once() -> None:
     assert "head.weight" not in {p.name for p in tied.model}
 
 
-def test_batch_norm_is_shared_only_when_there_is_someone_to_share_with() -> None:
+def test_plan_batch_norm_shared_only_with_several_ranks() -> None:
+    """Batch norm is shared only if it is switched on and there are other ranks."""
     model, _ = build("convnet")
     assert plan_for(model, ranks=2).sync_batch_norm == ("body.1", "body.4")
     assert plan_for(model, ranks=1).sync_batch_norm == ()

@@ -36,7 +36,8 @@ def timed(schedule: Schedule, f: float = 1.0, i: float = 1.0, w: float = 1.0, ch
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_action_once_on_the_right_rank_and_in_an_order_that_can_be(name: ScheduleName) -> None:
+def test_schedule_actions_once_on_right_rank_in_feasible_order(name: ScheduleName) -> None:
+    """Every action is there once, on the right rank and in an order that can be executed."""
     for ranks, micros in SIZES:
         for chunks in (2, 3, 4) if name == "interleaved" else (1,):
             schedule = make(name, ranks, micros, chunks)
@@ -58,9 +59,8 @@ def test_every_action_once_on_the_right_rank_and_in_an_order_that_can_be(name: S
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(2, 5))
 @settings(max_examples=60)
-def test_interleaved_has_the_papers_bubble_for_any_number_of_micro_batches(
-    ranks: int, micros: int, chunks: int
-) -> None:
+def test_interleaved_bubble_as_in_paper_for_any_micro_batches(ranks: int, micros: int, chunks: int) -> None:
+    """The interleaved schedule has the bubble given in the paper for any number of micro-batches."""
     bubble = timed(make("interleaved", ranks, micros, chunks), chunks=chunks).bubble()
     if micros >= ranks:
         assert bubble == pytest.approx((ranks - 1) * 3 / chunks)
@@ -193,7 +193,8 @@ def test_makespan_is_the_longest_path(data: st.DataObject) -> None:
     assert [e.action for e in found.events if e.rank == 0] == list(schedule[0])
 
 
-def test_what_is_held_between_the_two_parts_of_backward_counts_as_much_as_it_takes() -> None:
+def test_simulate_counts_memory_held_between_backward_parts() -> None:
+    """What is held between the two parts of backward counts with the memory that it takes."""
     schedule = make("zero-bubble", 4, 8)
     durations: dict[Any, float] = {(kind, stage): 1.0 for kind in "FIW" for stage in range(4)}
     held: dict[Any, float] = {("F", stage): 10.0 for stage in range(4)} | {("I", stage): 1.0 for stage in range(4)}
@@ -213,9 +214,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 @given(st.sampled_from(NAMES), st.integers(2, 5), st.integers(1, 9), st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_ranks_that_take_part_in_messages_in_order_never_wait_in_a_circle(
-    name: ScheduleName, ranks: int, micros: int, random: Any
-) -> None:
+def test_comm_plan_in_order_messages_never_deadlock(name: ScheduleName, ranks: int, micros: int, random: Any) -> None:
     """Each rank has one queue, sends and receives alike, in which nothing overtakes; an action waits for its messages
     and its messages for it."""
     schedule = make(name, ranks, micros)

@@ -168,7 +168,8 @@ def drafts(name: str, own_batches: bool, directory: Path) -> list[Draft]:
     return [SavedPlan.from_json(text).draft for text in found["plans"]]
 
 
-def test_micro_batches_are_left_out_where_batch_norm_or_experts_would_notice(directory: Path) -> None:
+def test_micro_batches_are_left_out_for_batch_norm_and_experts(directory: Path) -> None:
+    """Drafts have no micro-batches where batch norms or experts would give other results with them."""
     assert {draft.micro_batches for draft in drafts("convnet", False, directory)} == {1}
     assert {draft.micro_batches for draft in drafts("experts", False, directory)} == {1}
     assert {draft.micro_batches for draft in drafts("transformer", False, directory)} != {1}

@@ -236,7 +236,8 @@ def test_the_fit_is_numpys_least_squares_of_relative_errors() -> None:
     np.testing.assert_allclose([latency, bandwidth], [start, 1 / slope], rtol=1e-6)
 
 
-def test_a_curve_of_products_rises_through_the_middle_of_what_was_measured() -> None:
+def test_curve_of_products_rises_through_the_middle_of_points() -> None:
+    """A curve of products never falls and goes through the middle of the measured points."""
     assert rising([(1e6, 0.1), (1e7, 0.3), (1e8, 0.2), (1e9, 0.6)]) == (
         (pytest.approx(1e6), 0.1),
         (pytest.approx(1e7), 0.25),

@@ -40,7 +40,7 @@ INSIDE, NETWORK = Link("inside", 1e11, 1e-6), Link("network", 1e10, 1e-5)
         (Kernel("pointwise", 1, 8), 2e-6),  # no kernel is shorter
     ],
 )
-def test_a_kernel_takes_its_work_or_its_bytes_whichever_is_longer(kernel: Kernel, expected: float) -> None:
+def test_kernel_takes_the_longer_of_its_work_and_its_bytes(kernel: Kernel, expected: float) -> None:
     assert kernel_seconds(kernel, DEVICE) == pytest.approx(expected)
 
 
@@ -54,7 +54,8 @@ def test_a_product_that_fills_a_wave_and_a_bit_takes_two() -> None:
     assert tile_part((1, 100, 100, 100), cores=0) == 1.0
 
 
-def test_a_unit_adds_up_its_launches_and_fusing_leaves_a_part_of_the_bytes() -> None:
+def test_unit_sums_its_launches_and_fusing_leaves_fewer_bytes() -> None:
+    """A unit takes the sum of its launches, and fusing leaves a part of the bytes."""
     forward = UnitPass((Kernel("product", 1e9, 1e6), Kernel("pointwise", 0, 1e8, count=3)))
     backward = UnitPass((Kernel("product", 1e9, 1e6), Kernel("product", 1e9, 1e6, for_weights=True)))
     plain = unit_seconds(ModelUnit("unit", forward, backward), DEVICE, ECHELON)
@@ -109,7 +110,8 @@ def test_a_mesh_is_placed_split_first_then_stage_then_replicate() -> None:
     assert (found.split.hosts, found.split.on_host, found.split.sharing) == (2, 8, 1)
 
 
-def test_looking_at_every_rank_finds_the_same_places_as_arithmetic() -> None:
+def test_place_by_looking_at_every_rank_equals_arithmetic() -> None:
+    """Looking at every rank finds the same places as arithmetic."""
     cluster = Cluster(((4, Host((DEVICE,) * 8, INSIDE)),), NETWORK)
     for sizes in ((32, 1, 1), (4, 2, 4), (2, 4, 4), (2, 1, 16), (1, 32, 1), (8, 2, 2), (2, 16, 1)):
         draft = Draft(batch=32, replicate=sizes[0], stage=sizes[1], split=sizes[2], cuts=tuple(range(1, sizes[1])))

@@ -44,14 +44,15 @@ def test_copies_into_another_order_are_a_kind_of_their_own() -> None:
     assert 4 * 16 * 32 * 4 * 2 in [kernel.bytes for kernel in moved]
 
 
-def test_batch_norms_tell_their_channels_and_convolutions_their_inputs() -> None:
+def test_batch_norms_tell_channels_and_convolutions_inputs() -> None:
     model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Flatten(), nn.Linear(12 * 36, 8))
     found = kernels(model, (torch.randn(4, 3, 8, 8), torch.randint(8, (4,))))
     assert {kernel.shape for kernel in found if kernel.kind == "batch_norm"} == {(4.0, 12.0)}
     assert {kernel.shape[4] for kernel in found if kernel.kind == "convolution"} == {3.0}
 
 
-def test_cross_entropy_under_autocast_is_softmax_in_16_bits_and_the_rest_in_32() -> None:
+def test_cross_entropy_under_autocast_has_softmax_in_16_bits() -> None:
+    """Cross-entropy under autocast has its softmax in 16 bits and the rest in 32."""
     found = kernels(nn.Linear(32, 64), (torch.randn(4, 32), torch.randint(64, (4,))), "bf16")
     softmax = [kernel for kernel in found if kernel.kind == "reduction" and kernel.bytes >= 4 * 64 * 2]
     assert softmax
@@ -89,7 +90,7 @@ def test_attention_and_convolutions_reach_what_their_sort_does() -> None:
         assert kernel_seconds(convolution, device) == pytest.approx(1e9 / (1e13 * part))
 
 
-def test_batch_norms_that_are_recomputed_have_their_buffers_put_back() -> None:
+def test_recomputed_batch_norms_have_their_buffers_put_back() -> None:
     norm = UnitPass((Kernel("batch_norm", 0.0, 1e6, (4.0, 64.0)),))
     found = unit_seconds(ModelUnit("n", norm, norm, again=norm), DEVICE, ECHELON)
     assert found.replay_host == pytest.approx((1 + 6) * DEVICE.launch)

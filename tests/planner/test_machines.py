@@ -126,7 +126,7 @@ def test_a_hundred_thousand_devices_cost_no_more_than_eight() -> None:
     assert [len(host.devices) for _, host in cluster.hosts] == [8]
 
 
-def test_ranks_are_numbered_host_by_host_and_talk_over_what_they_share() -> None:
+def test_ranks_are_numbered_by_host_and_use_the_link_they_share() -> None:
     cluster = Cluster.parse("2x8xV100+1x8xT4")
     assert [cluster.device(rank).name for rank in (0, 15, 16, 23)] == ["V100", "V100", "T4", "T4"]
     assert [device.name for device in cluster.devices()] == [cluster.device(rank).name for rank in range(24)]
@@ -154,7 +154,7 @@ def test_asking_what_would_be_changes_only_what_was_asked() -> None:
     assert [count for count, _ in mixed.hosts] == [4, 2]
 
 
-def test_twice_the_bandwidth_halves_what_a_table_has_beyond_its_latency() -> None:
+def test_double_bandwidth_halves_table_times_beyond_the_latency() -> None:
     link = Link("l", 1e9, 1e-5, tables={("all_reduce", 2): ((1e3, 1e-4), (1e8, 0.2001))})
     table = link.faster(2.0).tables["all_reduce", 2]
     np.testing.assert_allclose(table, ((1e3, 1e-4), (1e8, 0.1001)))

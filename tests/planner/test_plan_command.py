@@ -279,7 +279,8 @@ def test_when_searches_take_too_long_the_plan_there_is_answers() -> None:
         assert [size.seconds for size in sensitivity.sizes(choice, cluster, ask)].count(2.0) == 1
 
 
-def test_a_plan_is_spread_over_more_replicas_with_the_same_micro_batches() -> None:
+def test_spread_changes_replicas_and_keeps_the_micro_batch_size() -> None:
+    """A plan is spread over more or fewer replicas with micro-batches of the same size."""
     draft = Draft(batch=64, replicate=2, stage=2, cuts=(3,), micro_batches=8, schedule="1f1b", shard=1)
     twice = sensitivity.spread(draft, 8, 64)
     assert twice is not None

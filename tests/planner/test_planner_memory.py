@@ -81,14 +81,15 @@ def test_forward_lies_beside_gradients_of_the_step_before() -> None:
     assert total(model) == [16000 + 16000 + 4 + 3 * 50 + 5 + 1e6]
 
 
-def test_backward_begins_without_gradients_and_makes_them_as_it_goes() -> None:
+def test_backward_begins_without_gradients_and_adds_them() -> None:
+    """Backward begins without gradients and makes them as it goes."""
     late = Model((*FOUR.units[:3], unit(backward_peak=1e6, backward_whole=1e6)))
     assert total(late) == [16000 + 4 + 4 * 50 + 1e6]  # the loss has no output to have a gradient of
     early = Model((unit(backward_peak=1e6, backward_whole=1e6 + 100), *FOUR.units[1:]))
     assert total(early) == [16000 + 4 + 50 + 7 + 3 * 4000 + 1e6 + 100]
 
 
-def test_an_update_of_all_weights_at_once_needs_room_for_all_of_them() -> None:
+def test_update_of_all_weights_at_once_needs_room_for_all() -> None:
     standing = 16000 + 16000 + 2 * 16000 + 4
     assert total(FOUR, "cuda", "adam") == [standing + 16000]
     assert total(FOUR, "cpu", "adam") == [standing + 2 * 2000]  # one after another: two copies of the largest
@@ -104,7 +105,8 @@ def test_micro_batches_add_to_whole_gradients() -> None:
     assert model.asked[-1] == 2
 
 
-def test_recompute_keeps_what_units_receive_and_has_one_units_set_in_backward() -> None:
+def test_recompute_keeps_inputs_and_one_units_set_in_backward() -> None:
+    """Recompute keeps the inputs of units, and backward has the saved tensors of one unit at a time."""
     model = Model(tuple(unit(saved=1e5, forward_peak=1e5 + 20, backward_whole=0) for _ in range(4)))
     (kept,) = memory(model, Draft(batch=8), optimizer="sgd", place="cpu")
     (again,) = memory(model, Draft(batch=8, recompute=(True,)), optimizer="sgd", place="cpu")

@@ -84,7 +84,8 @@ def test_recompute_adds_a_forward_and_micro_batches_add_nothing() -> None:
     assert found.parts["recompute"] == pytest.approx(32e-3)
 
 
-def test_gradients_wait_for_the_last_bucket_or_for_what_backward_does_not_cover() -> None:
+def test_gradients_wait_for_last_bucket_or_uncovered_rest() -> None:
+    """Gradients wait for the last bucket, or for the part of the sum that backward does not cover."""
     size = 4 * 4 * WEIGHTS
     summing = 2 * 7 / 8 * size / 1e11
     covered = foretell(Chain(4), Draft(batch=8, replicate=8))
@@ -177,7 +178,8 @@ def test_what_travels_between_stages_is_exposed() -> None:
     assert foretell(Chain(8), draft, cluster=across).parts["pipeline"] == pytest.approx(2 * 1e6 / 1e10)
 
 
-def test_tied_weights_are_summed_between_the_stages_that_hold_them() -> None:
+def test_tied_weights_are_summed_between_their_stages() -> None:
+    """Tied weights are summed between the stages that hold them."""
     draft = Draft(batch=2, stage=2, cuts=(4,), micro_batches=2, schedule="1f1b")
     apart = foretell(Chain(8), draft).parts["gradients"]
     tied = foretell(Chain(8, ties=((0, 7),), tied=(1e6,)), draft).parts["gradients"]
@@ -223,7 +225,8 @@ def test_parts_add_up_and_are_the_known_ones() -> None:
         assert min(found.parts.values()) >= 0
 
 
-def test_the_one_shot_form_has_memory_for_every_rank_of_the_stage_axis() -> None:
+def test_predict_has_memory_for_every_rank_of_the_stage_axis() -> None:
+    """The one-shot form of a prediction has the memory of every rank of the stage axis."""
     draft = Draft(batch=8, stage=2, cuts=(4,), micro_batches=4, schedule="1f1b")
     found = predict(Chain(8), one_host(), draft, optimizer="adam")
     assert len(found.memory) == 2

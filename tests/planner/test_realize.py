@@ -117,7 +117,7 @@ def test_drafts_on_two_ranks_equal_one_process() -> None:
     assert many[0]["the other way round"]["plan"].order == (1, 0)
 
 
-def test_drafts_of_a_net_with_batch_norm_on_two_ranks_equal_one_process() -> None:
+def test_drafts_with_batch_norm_on_two_ranks_equal_one_process() -> None:
     # micro-batches of batch norms are batches of their own, in one process as well: without them
     plain = {key: decided for key, decided in ON_TWO.items() if "micro_batches" not in decided}
     check(

@@ -93,7 +93,7 @@ def cutting(draw: st.DrawFn) -> tuple[list[list[float]], list[list[float]], list
 
 @settings(max_examples=200, deadline=None)
 @given(cutting(), st.booleans())
-def test_cuts_have_the_quickest_slowest_stage_of_all_cuts_that_fit(
+def test_cuts_minimize_the_slowest_stage_among_cuts_that_fit(
     case: tuple[list[list[float]], list[list[float]], list[float]], limited: bool
 ) -> None:
     seconds, held, limits = case
@@ -147,7 +147,8 @@ def test_shares_are_the_quickest_of_all_within_the_limits(total: int, speeds: li
 
 
 @given(st.integers(1, 5000))
-def test_no_number_of_micro_batches_could_be_less_with_parts_as_large(samples: int) -> None:
+def test_micro_batch_counts_are_the_least_for_their_size(samples: int) -> None:
+    """No count of micro-batches could be less with micro-batches as large."""
     counts = find_micro_batches(samples)
     assert counts[0] == 1
     assert counts[-1] == samples or samples > 4096 or samples == 1
@@ -193,7 +194,8 @@ def test_no_plan_of_a_tiny_model_is_quicker_than_the_one_found(memory: float) ->
 # ---- memory ----
 
 
-def test_less_memory_is_never_quicker_and_brings_in_what_saves_it() -> None:
+def test_search_with_less_memory_is_never_quicker_and_saves_more() -> None:
+    """A plan for less memory is never quicker, and it uses more of the means that save memory."""
     model = Blocks((2048,) * 6, splits=2)
     plans = []
     for memory in (80e9, 3e9, 1.5e9, 1.1e9, 0.8e9):

@@ -91,7 +91,7 @@ def test_scopes_mark_what_is_assigned_inside() -> None:
     assert marks.default is None
 
 
-def test_marks_survive_a_deep_copy_and_leave_the_state_dict_alone() -> None:
+def test_marks_survive_deepcopy_and_keep_state_dict_unchanged() -> None:
     model = Hybrid()
     assert collect(copy.deepcopy(model)) == collect(model)
     plain = nn.Linear(4, 10)
@@ -122,7 +122,9 @@ def test_a_module_in_a_local_variable_is_marked_whole() -> None:
     assert marks.splits == {"3": Split()}
 
 
-def test_the_module_whose_constructor_opens_a_scope_is_not_marked_itself() -> None:
+def test_module_opening_scope_in_constructor_is_not_marked() -> None:
+    """A module whose constructor opens a scope is not marked itself."""
+
     class Opens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +164,7 @@ def test_stages_without_a_pipeline_imply_the_plain_one() -> None:
     assert collect(model).pipeline == Pipeline()
 
 
-def test_no_hook_stays_installed_and_other_threads_are_left_alone() -> None:
+def test_split_scope_leaves_no_hook_and_ignores_other_threads() -> None:
     before, made = hooks(), []
     with split():
         thread = threading.Thread(target=lambda: made.append(Block()))

@@ -40,7 +40,8 @@ def test_auto_keeps_slices_within_hosts() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
-def test_auto_deals_every_rank_once_and_crosses_no_host_it_need_not(copies: int, needed: int, per_host: int) -> None:
+def test_auto_arrange_ranks_once_crosses_hosts_only_if_needed(copies: int, needed: int, per_host: int) -> None:
+    """Automatic arrangement uses every rank once and crosses hosts only where it must."""
     order = cluster(auto=True).arrange(needed, copies * needed, per_host)
     assert sorted(order) == list(range(copies * needed))
     whole_hosts = copies * needed // per_host

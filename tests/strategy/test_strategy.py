@@ -344,7 +344,8 @@ def test_a_wrong_value_of_any_size_makes_one_short_line() -> None:
 # ---- shown ----
 
 
-def test_printing_shows_what_is_on_one_line_each_and_marks_what_was_set() -> None:
+def test_strategy_str_line_per_active_option_marks_set_values() -> None:
+    """Printing shows each active option on one line and marks the values that were set."""
     lines = str(Strategy(amp="fp16", clip=1.0, localsgd=LocalSgd(k_steps=4, outer=True))).splitlines()
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == ["strategy", "amp", "localsgd", "clip", "sync_batch_norm", "reduction", "fast", "off"]
@@ -519,7 +520,8 @@ def test_memory_that_recompute_saves_is_counted_on_the_sample() -> None:
     assert model[0][0].weight.grad is None
 
 
-def test_what_combines_otherwise_than_alone_is_said_with_the_models_batch_norm_in_mind() -> None:
+def test_explain_mentions_combinations_given_models_batch_norm() -> None:
+    """explain() says where options act differently in combination, depending on the model's batch norm."""
     conv, _ = zoo.build("convnet")
     clause = TABLE[("recompute", "sync_batch_norm")].how  # type: ignore[union-attr]
     assert clause in Strategy(recompute=True).explain(conv)

@@ -19,7 +19,8 @@ HALVES = tiny.in_stages("model.layers")
 CODERS = tiny.in_stages("model.encoder.layers", "model.decoder.layers")
 
 
-def test_experts_and_layerdrop_models_in_two_stages_equal_one_process() -> None:
+def test_expert_and_layerdrop_models_in_two_stages_match_one() -> None:
+    """Models with experts or layerdrop, trained in two stages, equal one process."""
     cases = [
         Case(tiny.mixtral, tiny.words, HALVES),
         Case(tiny.qwen3_moe, tiny.words, HALVES),

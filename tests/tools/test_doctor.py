@@ -12,16 +12,25 @@ from hypothesis import strategies as st
 
 from echelon.base import network
 from echelon.base.network import NetworkRoute, Nic, route_to
-from echelon.tools.doctor import clock_offset, device_facts, disk, machine
-from echelon.tools.doctor.bounded_check import CheckFailed, facts_of, run_bounded
+from echelon.tools.doctor import disk, facts
 from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.outliers import slow
-from echelon.tools.doctor.pairs import MOST_STEPS, host_rounds, steps
-from echelon.tools.doctor.reachability import REACHED, ProbeListeners, probe_hosts
-from echelon.tools.doctor.redact import masked, variables
+from echelon.tools.doctor.facts import CheckFailed, facts_of, masked, run_bounded, variables
+from echelon.tools.doctor.findings import find_nic_problems, findings
+from echelon.tools.doctor.nics import (
+    GLOO,
+    NCCL,
+    REACHED,
+    HostNics,
+    NicChoice,
+    ProbeListeners,
+    gloo_choice,
+    nccl_choice,
+    probe_hosts,
+)
+from echelon.tools.doctor.rank_measurements import MOST_STEPS, host_rounds, steps
 from echelon.tools.doctor.report_text import WIDTH, text_of
-from echelon.tools.doctor.verdicts import findings
-from echelon.tools.doctor.wrong_nic import GLOO, NCCL, HostNics, NicChoice, find_nic_problems, gloo_choice, nccl_choice
+from echelon.tools.doctor.slowness import slow
+from echelon.tools.doctor.store_messages import clock_offset
 
 LO, ETH, DOCKER = (
     Nic("lo", "127.0.0.1", True, 65536, None),
@@ -43,7 +52,8 @@ def answers(**wrong: str) -> dict[str, str]:
 # The wrong interface
 
 
-def test_an_interface_that_the_others_cannot_reach_is_named_with_the_one_that_they_can() -> None:
+def test_unreachable_interface_is_named_with_a_reachable_one() -> None:
+    """An interface that other hosts cannot reach is named, together with the one that they can reach."""
     hosts = {
         0: standing("a", nccl_choice({NCCL: "eth0"}, NICS)),
         1: standing("b", nccl_choice({NCCL: "docker0"}, NICS)),
@@ -68,7 +78,8 @@ def test_an_interface_that_is_not_there_is_named() -> None:
     assert "host a: GLOO_SOCKET_IFNAME=ib7 names no interface that is there and up; there are lo" in found.sentence
 
 
-def test_a_host_that_no_other_can_connect_to_is_a_matter_of_its_firewall() -> None:
+def test_host_that_accepts_no_connection_is_a_firewall_problem() -> None:
+    """A host that no other can connect to on any interface is reported as a problem of its firewall."""
     choice = gloo_choice({GLOO: "eth0"}, NICS, None)
     closed = dict.fromkeys(("lo", "docker0", "eth0"), "no answer within 3 s")
     found = find_nic_problems(
@@ -113,7 +124,8 @@ def test_gloo_takes_what_the_name_of_the_host_leads_to() -> None:
     assert gloo_choice({GLOO: "eth"}, NICS, "10.0.0.2").nic is None  # no prefixes here
 
 
-def test_connections_tell_which_interface_answers_and_whose_it_is() -> None:
+def test_probe_tells_which_interface_answers_and_its_host() -> None:
+    """Connections tell which interface answers and which host it belongs to."""
     doors = ProbeListeners([LO])
     try:
         card = doors.card
@@ -152,7 +164,8 @@ def test_what_is_more_than_half_again_off_the_median_is_slow() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 4))
-def test_every_pair_on_different_hosts_is_measured_once_and_shares_no_host_with_another(hosts: int, each: int) -> None:
+def test_steps_measure_each_pair_of_hosts_once_without_overlap(hosts: int, each: int) -> None:
+    """Every pair of ranks on different hosts is measured once, and shares no host with another pair of its step."""
     ranks_of = {host: range(host * each, (host + 1) * each) for host in range(hosts)}
     plan = steps(ranks_of)
     for step in plan:
@@ -164,7 +177,8 @@ def test_every_pair_on_different_hosts_is_measured_once_and_shares_no_host_with_
     assert sorted(pairs) == wanted
 
 
-def test_of_very_many_ranks_only_those_with_the_same_place_are_paired() -> None:
+def test_steps_of_many_ranks_pair_only_the_same_local_places() -> None:
+    """Of very many ranks only those with the same place on their hosts are paired."""
     plan = steps({host: range(host * 8, host * 8 + 8) for host in range(64)})
     assert len(plan) - 1 == 63 * 8 <= MOST_STEPS
     assert len(host_rounds(range(64))) == 63
@@ -293,7 +307,7 @@ def test_each_trouble_of_a_host_has_its_sentence(changed: dict, wrong: bool, wor
     assert words in found[1]
 
 
-def test_a_clock_is_not_blamed_for_what_the_measurement_cannot_tell() -> None:
+def test_clock_difference_within_measurement_error_is_no_finding() -> None:
     assert findings(report(host("a"), host("b", clock={"ahead": 3.0, "within": 2.9}))) == []
 
 
@@ -335,7 +349,8 @@ def test_a_slow_rank_and_a_slow_host_are_named_and_marked() -> None:
     assert [line[0] for line in marked] == ["1", "1-2"]
 
 
-def test_a_host_with_a_slow_network_is_named_even_where_most_links_lead_to_it() -> None:
+def test_host_with_slow_network_is_named_despite_many_slow_links() -> None:
+    """A host with a slow network is named even where most of the links lead to it."""
     rows = [
         {"ranks": [0, 1], "latency": 2e-5, "bandwidth": 1.2e8},
         {"ranks": [0, 2], "latency": 2e-5, "bandwidth": 2.4e7},
@@ -417,22 +432,22 @@ def test_a_container_with_a_quota_and_a_limit_has_only_these(tmp_path: Path) -> 
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 1024 kB\n")
-    found = machine.capacity(tmp_path)
+    found = facts.capacity(tmp_path)
     assert (found["usable_cores"], found["usable_memory"], found["available_memory"]) == (1, 2**28, 2**20)
 
 
 def test_what_systems_write_is_read() -> None:
-    assert machine.os_name('NAME="x"\nPRETTY_NAME="Debian GNU/Linux 12"\n') == "Debian GNU/Linux 12"
+    assert facts.os_name('NAME="x"\nPRETTY_NAME="Debian GNU/Linux 12"\n') == "Debian GNU/Linux 12"
     line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 1\n"
-    assert machine.driver_version(line) == "570.86.15"
+    assert facts.driver_version(line) == "570.86.15"
     opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.51.03  Release Build\n"
-    assert machine.driver_version(opened) == "575.51.03"
-    assert machine.driver_version("") is None
-    assert device_facts.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert facts.driver_version(opened) == "575.51.03"
+    assert facts.driver_version("") is None
+    assert facts.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 def test_a_clock_s_offset_lies_within_half_the_trip() -> None:
-    within, ahead = clock_offset.offset(asked=100.0, trip=0.2, told=90.1)
+    within, ahead = clock_offset(asked=100.0, trip=0.2, told=90.1)
     assert (within, ahead) == (0.1, pytest.approx(10.0))
 
 

@@ -214,7 +214,7 @@ class Looking(nn.Module):
         return self.head(self.memory(hidden)[0])
 
 
-def test_a_forward_may_look_at_values_and_what_is_not_counted_is_said() -> None:
+def test_forward_may_read_values_and_uncounted_parts_are_noted() -> None:
     model, batch = Looking(), (torch.randn(SAMPLES, 6), torch.randint(0, 4, (SAMPLES,)))
     looked = profile(model, batch, loss=F.cross_entropy, device="cpu")
     found = find_footprint(looked, TrainingJob(samples=SAMPLES), "adam")

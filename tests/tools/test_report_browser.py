@@ -66,7 +66,8 @@ def opened(browser: Browser, path: Path) -> Iterator[Browser]:
     assert set(browser.requests) == {path.as_uri()}
 
 
-def test_nothing_is_wider_than_the_window_and_all_is_drawn_in_its_picture(opened: Browser) -> None:
+def test_page_fits_the_window_and_shapes_lie_in_their_pictures(opened: Browser) -> None:
+    """Nothing is wider than the window, and every shape is drawn inside its picture."""
     for width in (1280, 390):
         opened.resize(width, 900)
         assert opened.ask("document.documentElement.scrollWidth - innerWidth") <= 0, width

@@ -103,7 +103,7 @@ def test_scales_hold_their_values_and_their_ticks(values: list[float], zero: boo
     assert 1 <= len(scale.ticks()) <= 8
 
 
-def test_logarithmic_ticks_are_powers_of_ten_where_there_are_some() -> None:
+def test_logarithmic_ticks_are_powers_of_ten_if_any_are_in_range() -> None:
     assert Scale(0.05, 2000.0, log=True).ticks() == pytest.approx([0.1, 1, 10, 100, 1000])
     assert len(Scale(2.0, 3.0, log=True).ticks()) == 5
     assert Scale(1.0, 100.0, log=True).part(10.0) == pytest.approx(0.5)
@@ -141,13 +141,13 @@ def test_messages_have_a_thin_row_below_their_rank() -> None:
     assert thin_ < tall
 
 
-def test_of_a_thousand_ranks_some_are_drawn_and_the_rest_is_counted() -> None:
+def test_draw_of_1000_ranks_shows_some_and_counts_the_rest() -> None:
     made = draw([GanttActivity(rank, "F", 0, 1, "") for rank in range(1000)], ACTIONS, "measured", "")
     assert len(made.rows) == MOST_RANKS
     assert made.left_out == 1000 - MOST_RANKS
 
 
-def test_the_typical_step_is_the_one_of_middle_length_without_the_first() -> None:
+def test_typical_step_has_the_median_length_without_the_first() -> None:
     lengths = {10: 9.0, 11: 1.0, 12: 1.3, 13: 5.0}
     spans = [Span("f", "forward", "host", 100.0 * step, 100.0 * step + took, step) for step, took in lengths.items()]
     assert typical_step(spans) == 12

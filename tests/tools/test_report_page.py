@@ -92,7 +92,8 @@ def test_the_curves_are_the_metrics(whole: ElementTree.Element) -> None:
     assert {each["name"] for each in data(whole, "times")["series"]} == set(made_up.PHASES)
 
 
-def test_the_schedule_is_the_measured_one_and_the_predicted_one_is_beside_it(whole: ElementTree.Element) -> None:
+def test_schedule_shows_measured_beside_predicted(whole: ElementTree.Element) -> None:
+    """The schedule is the measured one, and the predicted one is beside it."""
     plan = section(whole, "plan")
     assert [each.text for each in plan.iter(f"{XHTML}h3")][2:] == ["The schedule, measured", "The schedule, predicted"]
     assert "Step 12 as it was" in words(plan)  # 11 takes 2 ms longer; the first is left out
@@ -133,7 +134,8 @@ def test_predicted_against_measured(whole: ElementTree.Element) -> None:
     assert any(row.startswith("memory, rank 0") and row.endswith("36 GB 41 GB +14%") for row in rows)
 
 
-def test_the_slowest_rank_is_the_one_that_works_longest_not_the_one_that_waits(whole: ElementTree.Element) -> None:
+def test_slowest_rank_is_the_one_that_works_longest(whole: ElementTree.Element) -> None:
+    """The slowest rank is the one that works longest, not the one that waits."""
     said = words(section(whole, "ranks"))
     assert "Rank 3 (gpu02) is the slowest: 86 ms of its own work a step, 26.5% over the others" in said
     assert "others wait up to 18 ms" in said
@@ -177,7 +179,7 @@ def test_every_rectangle_lies_in_its_picture(whole: ElementTree.Element) -> None
     assert seen > 100
 
 
-def test_a_page_needs_nothing_else_and_lets_only_its_own_script_run(tmp_path: Path) -> None:
+def test_page_is_self_contained_and_runs_only_its_own_script(tmp_path: Path) -> None:
     text = text_of(made_up.write(tmp_path))
     assert re.findall(r"https?://[^\"' ]*", text.split("<script>")[0]) == ["http://www.w3.org/1999/xhtml"]
     assert not re.search(r"\bsrc=|url\(|@import", text)
@@ -395,7 +397,9 @@ def test_how_a_run_stands(tmp_path: Path, kind: str | None, later: float, expect
     assert status(gather(tmp_path).run, last + 7200).kind == (expected if expected != "running" else "silent")
 
 
-def test_without_a_timeline_the_schedule_is_predicted_and_else_simulated(tmp_path: Path) -> None:
+def test_schedule_without_a_timeline_is_predicted_or_simulated(tmp_path: Path) -> None:
+    """Without a timeline the schedule is the predicted one, and without a prediction a simulated one."""
+
     def title() -> str:
         (tmp_path / "run.json").write_text(json.dumps(facts))
         found = section(page(tmp_path), "plan").iter(f"{XHTML}h3")
@@ -409,7 +413,8 @@ def test_without_a_timeline_the_schedule_is_predicted_and_else_simulated(tmp_pat
     assert len(blocks) == 2 * 8
 
 
-def test_what_an_earlier_run_left_in_the_directory_is_not_this_runs(tmp_path: Path) -> None:
+def test_files_of_an_earlier_run_are_not_taken_for_this_run(tmp_path: Path) -> None:
+    """Files that an earlier run left in the directory are not shown as those of this run."""
     made_up.write(tmp_path, ranks=2)
     (tmp_path / "memory.json").unlink()
     began = made_up.BEGAN

@@ -176,7 +176,7 @@ def test_who_is_not_here_needs_the_token(directory: Path) -> None:
         assert ask(server, Authorization="Basic right-token")[0] == 403
 
 
-def test_without_a_token_only_the_own_names_of_this_machine_are_answered(directory: Path) -> None:
+def test_server_without_a_token_answers_only_local_host_names(directory: Path) -> None:
     """A page elsewhere could have its own name point here, and read the run through its visitor's browser."""
     with serving(directory) as server:
         for name in ("localhost", "127.0.0.1", f"localhost:{server.port}", "[::1]:80", "127.9.9.9"):
@@ -213,9 +213,8 @@ def test_callers_that_say_nothing_do_not_pile_up(directory: Path) -> None:
             time.sleep(0.02)
 
 
-def test_a_caller_that_says_a_letter_now_and_then_is_not_heard_for_ever(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_hangs_up_on_a_caller_that_sends_slowly(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that sends single characters now and then is disconnected, and others are still answered."""
     monkeypatch.setattr("echelon.tools.report.page_server.PATIENCE", 0.3)
     with serving(directory) as server, socket.create_connection(("127.0.0.1", server.port)) as caller:
         caller.sendall(b"GET / HTTP/1.1\r\n")

@@ -408,7 +408,7 @@ def test_the_first_layer_that_computes_something_else_is_named(tmp_path: Path) -
     assert "the first layer that computes something else is 'middle' (ByRank)" in conclusion(verdict)
 
 
-def test_a_backward_that_goes_wrong_is_named_by_the_layer_next_to_it(tmp_path: Path) -> None:
+def test_wrong_backward_is_named_by_the_layer_next_to_it(tmp_path: Path) -> None:
     """All before it receive what it passes on: ``first`` alone, whose output is where gradients part."""
     verdict = verified(backward_by_rank, tmp_path)
     assert verdict.parting is not None
@@ -629,7 +629,8 @@ def test_ranks_are_compared_where_they_hold_the_same() -> None:
     assert found[1] == pytest.approx(2e-5, rel=0.02)
 
 
-def test_outputs_add_up_over_samples_and_say_nothing_where_they_do_not() -> None:
+def test_output_sums_add_up_over_samples_or_are_not_compared() -> None:
+    """Output sums add up over the samples, and are not compared where the samples are not the same number."""
     model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(6, 4)
 
     def heard(*pieces: Tensor) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def test_archives_are_unpacked_once_and_never_outside(fleets_yaml: str, tmp_path
         assert not (tmp_path / "out").exists()
 
 
-def test_archives_with_the_same_folders_are_unpacked_side_by_side(tmp_path: Path) -> None:
+def test_archives_with_the_same_folders_unpack_side_by_side(tmp_path: Path) -> None:
     names = [f"{number}.tar" for number in range(16)]
     (tmp_path / ".echelon").mkdir()
     for name in names:

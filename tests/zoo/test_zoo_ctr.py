@@ -332,7 +332,8 @@ def test_mistakes_with_files_are_one_line(tmp_path: Path) -> None:
 # ---- pairs of words
 
 
-def test_pairs_are_neighbours_and_others_are_drawn_by_how_frequent_they_are(tmp_path: Path) -> None:
+def test_word_pairs_are_neighbours_and_negatives_by_frequency(tmp_path: Path) -> None:
+    """Pairs are neighbouring words, and the other words are drawn by their frequency."""
     words = [f"w{number}" for number in range(300)]
     (tmp_path / "a.txt").write_text(" ".join(words) + " " + "often " * 3000)
     given = {"dataset_dir": str(tmp_path), "window": 3, "min_count": 1, "subsample": 0.0}
@@ -383,7 +384,7 @@ def adult_auc(epochs: int, **strategy: Any) -> float:
 
 
 @pytest.mark.skipif(adult_folder() is None, reason="no Adult data in ../shared/data or $ECHELON_TEST_DATA")
-def test_wide_deep_on_adult_in_one_process_and_with_a_server_and_two_workers() -> None:
+def test_wide_deep_on_adult_alone_and_with_server_and_workers() -> None:
     """One of the eight epochs that the data set asks for is enough to pass 0.90."""
     (alone,) = run(adult_auc, 1, ranks=1)
     assert alone >= 0.90

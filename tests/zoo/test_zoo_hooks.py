@@ -89,7 +89,8 @@ def stopped(directory: str, **values: Any) -> tuple[int, str, list[dict[str, flo
     return run.steps, run.reason, run.results.get("evaluations", [])
 
 
-def test_the_run_stops_at_the_step_asked_for_and_0_leaves_it_to_others(tmp_path: Path) -> None:
+def test_stop_at_step_ends_the_run_and_0_leaves_it_to_others(tmp_path: Path) -> None:
+    """The run stops at stop_at_step; 0 leaves the end to the other limits."""
     ends = [run(stopped, str(tmp_path), stop_at_step=at, ranks=1)[0][:2] for at in (7, 0)]
     assert ends == [(7, "stop_at_step is 7"), (60, "")]
 
@@ -118,7 +119,8 @@ def resumed(directory: str) -> tuple[int, list[int]]:
     return again.steps, [one["step"] for one in again.results["evaluations"]]
 
 
-def test_patience_goes_on_after_a_resume_and_counts_no_evaluation_twice(tmp_path: Path) -> None:
+def test_patience_after_a_resume_counts_no_evaluation_twice(tmp_path: Path) -> None:
+    """Patience continues after a resume and counts no evaluation twice."""
     judged = evaluations(2, 60)
     best = min(range(len(judged)), key=lambda at: judged[at][1])
     end = judged[best + 3][0]
@@ -169,7 +171,7 @@ def profiled(directory: str) -> list[str]:
     return run.said
 
 
-def test_timelines_of_the_asked_steps_are_written_by_the_asked_rank(tmp_path: Path) -> None:
+def test_timelines_of_chosen_steps_are_written_by_chosen_rank(tmp_path: Path) -> None:
     said, _ = run(profiled, str(tmp_path), ranks=2)
     names = ["step-000003-rank-1.json", "step-000006-rank-1.json"]
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == names

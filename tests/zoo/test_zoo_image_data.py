@@ -65,14 +65,16 @@ def test_made_up_images_are_the_same_every_time_and_as_asked():
     assert not torch.equal(first.test.tensors[0], images[:256])
 
 
-def test_a_mean_picture_of_each_class_recognizes_the_made_up_test_part():
+def test_mock_test_images_are_recognized_by_class_means():
+    """The mean image of each class recognizes the images of the made-up test part."""
     data = opened("mock", image_size=16, num_classes=10)
     (images, labels), (tests, answers) = data.train.dataset.tensors, data.test.tensors
     means = torch.stack([images[labels == c].float().mean(0).flatten() for c in range(10)])
     assert (torch.cdist(tests.float().flatten(1), means).argmin(1) == answers).float().mean() > 0.95
 
 
-def test_large_made_up_images_share_a_pool_and_only_known_classes_are_tested():
+def test_large_mock_images_share_a_pool_and_test_known_classes():
+    """Large made-up images share a pool, and only classes of the training part are tested."""
     data = opened("mock", image_size=224, num_classes=1001, num_sample_per_epoch=1_281_167)
     images, labels = data.train.dataset.tensors
     assert images.numel() <= 2**26
@@ -116,7 +118,7 @@ def known_digits():
     return found
 
 
-def test_digits_are_scikit_learns_in_an_order_that_is_always_the_same():
+def test_digits_are_those_of_scikit_learn_in_a_fixed_order():
     pixels, classes = known_digits()
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor(pixels, dtype=torch.float32)[order, None] / 16
@@ -131,7 +133,7 @@ def test_digits_are_scikit_learns_in_an_order_that_is_always_the_same():
     assert registry.dataset("digits").defaults["preprocessing_name"] == "lenet"
 
 
-def test_digits_become_as_large_and_as_colourful_as_the_model_wants_them():
+def test_digits_get_the_size_and_channels_of_the_model():
     images, _ = opened("digits", image_size=28, channels=3).train.tensors
     assert images.shape == (1500, 3, 28, 28)
     assert torch.equal(images[:, 0], images[:, 2])
@@ -164,7 +166,8 @@ def test_mnist_is_read_back(tmp_path, pack, ending):
     assert data.facts == {"num_classes": 10}
 
 
-def test_without_a_test_file_the_last_fifth_is_for_tests_and_it_says_so(tmp_path):
+def test_mnist_without_a_test_file_tests_on_the_last_fifth(tmp_path):
+    """Without a test file the last fifth is for tests, and the description says so."""
     images, _ = write_mnist(tmp_path, "mnist-10k", 50)
     write_mnist(tmp_path, "other", 20)
     data = opened("mnist", tmp_path, channels=1, file_pattern="mnist-10k-*")
@@ -269,7 +272,8 @@ def test_a_cifar10_that_is_not_whole_is_named(tmp_path):
     assert "unpack" in refused("cifar10", tmp_path)
 
 
-def test_random_crops_of_images_in_memory_are_made_one_by_one_and_by_workers(tmp_path):
+def test_random_crops_of_images_in_memory_are_made_by_workers(tmp_path):
+    """Random crops of images in memory are made one by one, and by workers."""
     for name, pixels, labels in cifar_parts():
         rows = np.concatenate([np.array(labels, np.uint8)[:, None], pixels], 1)
         (tmp_path / f"{name}.bin").write_bytes(rows.tobytes())
@@ -305,7 +309,8 @@ def pixels_of(part):
     return [(image.permute(1, 2, 0).numpy().tobytes(), label) for image, label in (part[i] for i in range(len(part)))]
 
 
-def test_a_folder_for_each_class_is_read_back_with_each_tenth_for_tests(tmp_path):
+def test_image_folder_is_read_with_each_tenth_image_for_tests(tmp_path):
+    """A folder for each class is read back, with each tenth image of it for tests."""
     made = write_classes(tmp_path, {"tulip": 12, "rose": 21})
     data = opened("image_folder", tmp_path)
     numbered = {"rose": 0, "tulip": 1}
@@ -316,7 +321,8 @@ def test_a_folder_for_each_class_is_read_back_with_each_tenth_for_tests(tmp_path
     assert data.facts == {"num_classes": 2}
 
 
-def test_train_and_val_folders_are_used_and_flowers_are_found_in_their_archive(tmp_path):
+def test_flowers_are_found_in_archive_with_train_and_val_folders(tmp_path):
+    """Folders train and val are used as they are, and flowers are found in the folder of their archive."""
     made = write_classes(tmp_path / "flower_photos" / "train", {"b": 2, "a": 1})
     tests = write_classes(tmp_path / "flower_photos" / "val", {"b": 1}, seed=50)
     data = opened("flowers", tmp_path)
@@ -325,7 +331,7 @@ def test_train_and_val_folders_are_used_and_flowers_are_found_in_their_archive(t
     assert pixels_of(data.test) == [(tests["b", 0].tobytes(), 1)]
 
 
-def test_batches_of_pictures_have_their_channels_last_and_the_right_labels(tmp_path):
+def test_image_batches_are_channels_last_with_the_right_labels(tmp_path):
     made = write_classes(tmp_path, {"a": 3, "b": 4})
     data = opened("imagenet", tmp_path)
     images, labels = next(iter(Loader(data.train, batch_size=7, shuffle=False, **data.loader)))
@@ -358,7 +364,7 @@ def test_a_class_that_only_the_tests_have_is_refused(tmp_path):
 # ---- kept in memory ----
 
 
-def test_pictures_are_kept_as_they_were_read_and_crops_stay_random(tmp_path):
+def test_cached_images_are_kept_as_read_and_crops_stay_random(tmp_path):
     write_classes(tmp_path, {"a": 9, "b": 9})
     data = opened("image_folder", tmp_path, datasets_use_caching=True, image_size=8, preprocessing_name="cifarnet")
     plain = opened("image_folder", tmp_path, image_size=8, preprocessing_name="cifarnet")
@@ -389,7 +395,8 @@ def test_the_ranks_of_a_host_share_what_is_kept(tmp_path):
     assert both[0] == both[1] == [(made[key].tobytes(), int(key[0] == "b")) for key in sorted(made)]
 
 
-def test_more_than_the_machine_has_is_refused_before_anything_is_read(tmp_path):
+def test_cache_larger_than_memory_is_refused_before_reading(tmp_path):
+    """A cache that needs more memory than the machine has is refused before anything is read."""
     write_classes(tmp_path, {"a": 1, "b": 1})
     os.truncate(tmp_path / "a" / "000.png", 2**42)  # longer by a hole
     assert "needs 4096.0 GiB of shared memory" in refused("image_folder", tmp_path, datasets_use_caching=True)

@@ -69,7 +69,7 @@ def test_small_models_have_the_parameters_of_their_layers() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_norm_first_residual_networks_have_the_parameters_of_the_paper(depth: int) -> None:
+def test_resnet_v2_has_the_parameters_of_the_paper(depth: int) -> None:
     """Convolutions without biases; a norm has two numbers a channel and comes before each convolution but the first."""
     kernels = (3, 3) if depth < 50 else (1, 3, 1)
     blocks = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}[depth]
@@ -225,14 +225,14 @@ def plain_losses(network: nn.Module, name: str, micro_batches: int = 1) -> list[
     return losses
 
 
-def test_a_residual_network_in_two_stages_has_the_losses_of_one_process() -> None:
+def test_resnet_in_two_stages_has_the_losses_of_one_process() -> None:
     assert "layers.4" in registry.model("resnet_v1_18").cuts
     expected = plain_losses(tiny("resnet_v1_18"), "resnet_v1_18", micro_batches=2)
     for losses in harness.run(staged_losses, 4, ranks=2):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_vision_transformer_split_by_heads_has_the_losses_of_one_process() -> None:
+def test_vit_split_by_heads_has_the_losses_of_one_process() -> None:
     expected = plain_losses(tiny("vit_tiny", num_hidden_layers=2), "vit_tiny")
     for losses in harness.run(split_losses, ranks=2):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -66,11 +66,13 @@ def test_threads_and_batches_become_workers_and_read_ahead(sixteen_cores, ranks,
 @pytest.mark.parametrize(
     "train", [TENSORS, TENSORS.tensors, Repeated(TENSORS, 99), Whole(), Repeated(Whole(), 99), Stream(3)]
 )
-def test_what_is_in_memory_and_what_every_worker_would_read_needs_no_workers(sixteen_cores, train):
+def test_data_in_memory_or_read_by_every_worker_has_no_workers(sixteen_cores, train):
+    """Data in memory, and data that every worker would read in full, get no workers."""
     assert loader_options(asked(), Data(train=train), 1)["workers"] == 0
 
 
-def test_the_shuffle_buffer_is_handed_on_and_the_data_set_has_the_last_word():
+def test_shuffle_buffer_is_passed_on_and_data_set_options_win():
+    """The size of the shuffle buffer is passed on, and the data set's own options have priority."""
     data = Data(train=Costly(), loader={"workers": 0, "collate": len})
     options = loader_options(asked(shuffle_buffer_size=77), data, 1)
     assert options["shuffle_buffer"] == 77
@@ -100,7 +102,8 @@ def test_an_epoch_has_as_many_samples_as_are_asked_for(train):
     assert part(25)[13] == (3, 6)
 
 
-def test_a_repeated_data_set_is_shuffled_alike_as_tensors_and_sample_by_sample():
+def test_repeated_tensors_and_samples_are_shuffled_alike():
+    """A repeated data set is shuffled in the same way as tensors and sample by sample."""
     images, labels = torch.randn(10, 3), torch.arange(10)
     whole = Loader(Repeated(TensorDataset(images, labels), 23), batch_size=4, seed=5)
     singly = Loader(Repeated(list(zip(images, labels, strict=True)), 23), batch_size=4, seed=5)

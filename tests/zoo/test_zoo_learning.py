@@ -99,7 +99,8 @@ LAYOUTS = {
 }
 
 
-def test_digits_are_learned_alike_by_replicas_stages_and_a_split_head(tmp_path: Path) -> None:
+def test_digits_losses_equal_for_replicas_stages_and_split_head(tmp_path: Path) -> None:
+    """Replicas, stages and a split head learn digits with the losses of one process."""
     words = "--model_name lenet --dataset_name digits --image_size 8 --dropout 0 --stop_at_step 20"
     alone = losses(on_ranks(f"{words} --batch_size 64", 1, tmp_path / "alone"))
     assert alone[1] < 1.8  # 2.3 is where it began
@@ -121,7 +122,8 @@ def test_text_is_learned_alike_by_two_stages(tmp_path: Path) -> None:
 
 
 @needs(*ADULT)
-def test_incomes_are_told_alike_by_one_process_and_by_two_workers_with_a_server(tmp_path: Path) -> None:
+def test_adult_auc_equal_for_one_process_and_server_with_workers(tmp_path: Path) -> None:
+    """Incomes are predicted as well by two workers with a server as by one process."""
     words = "--model_name wide_deep --dataset_name adult --dataset_dir $DATA --num_epochs 1"
     alone = on_ranks(f"{words} --batch_size 256", 1, tmp_path / "alone")["auc"]
     assert alone >= 0.90

@@ -51,7 +51,7 @@ def test_a_row_is_what_a_plain_loop_makes_of_its_two_texts():
         assert made.mask[number].tolist() == [1] * len(expected) + padding
 
 
-def test_15_percent_of_the_words_are_asked_for_and_none_of_the_signs():
+def test_masking_asks_for_15_percent_of_words_and_no_signs():
     made, got = masked(random_rows())
     asked = got.labels != IGNORED
     words = made.ordinary.sum(1)
@@ -108,7 +108,8 @@ def flat(batch):
 
 @pytest.mark.parametrize("samples", [40, 45])
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Repeated(data, 52)], ids=["plain", "repeated"])
-def test_two_ranks_see_the_masks_that_one_sees_and_every_epoch_has_others(samples, wrap):
+def test_masks_are_equal_for_two_ranks_and_differ_by_epoch(samples, wrap):
+    """Two ranks see the masks that one rank sees, and every epoch has other masks."""
     data = wrap(made_up.masked_lm(request("masked_lm", num_sample_per_epoch=samples)).train)
     alone = Loader(data, batch_size=8, seed=3, uneven="join")
     pair = [Loader(data, batch_size=4, rank=rank, world_size=2, seed=3, uneven="join") for rank in (0, 1)]
@@ -123,7 +124,8 @@ def test_two_ranks_see_the_masks_that_one_sees_and_every_epoch_has_others(sample
     assert not torch.equal(*seen)
 
 
-def test_worker_processes_give_the_same_batches_and_single_samples_fit_together():
+def test_masked_batches_are_equal_by_workers_and_fit_by_sample():
+    """Worker processes give the same batches, and single samples collate to the same shapes."""
     data = made_up.masked_lm(request("masked_lm", num_sample_per_epoch=24)).train
     here, there = (list(Loader(data, batch_size=8, workers=workers)) for workers in (0, 1))
     for one, other in zip(here, there, strict=True):

@@ -73,7 +73,7 @@ def test_shuffle_buffer_and_decay_type_say_who_wins() -> None:
 # ---- what is printed ----
 
 
-def test_a_run_prints_chosen_parameters_and_one_line_for_the_rest(tmp_path: Path) -> None:
+def test_run_prints_chosen_parameters_and_one_line_for_the_rest(tmp_path: Path) -> None:
     lines = resolved_lines(resolved("--batch-size", "8"), tmp_path)
     assert "  batch_size                  8  (flag)" in lines
     assert not any("adadelta_rho" in line for line in lines)

@@ -88,7 +88,8 @@ def test_packed_rows_give_loss_and_gradients_of_padded_ones(task: str, data: Any
         assert_same(judged(model, loss, packed), judged(model, loss, padded))
 
 
-def test_logits_of_masked_words_only_give_the_loss_of_all_logits_with_ignored_labels() -> None:
+def test_logits_of_masked_words_give_the_loss_of_all_logits() -> None:
+    """Logits of masked words only give the loss of all logits with ignored labels."""
     model = made("bert_tiny", "masked_lm")
     words, segments, mask, positions, (labels, _) = next(iter(Loader(masked(), batch_size=10)))
     every = torch.full_like(words, IGNORED).scatter(1, positions, labels)  # what is no word points at [CLS]
@@ -121,7 +122,8 @@ def test_gpt_reads_each_packed_document_as_if_it_were_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
-def test_layers_compile_in_one_piece_and_twice_at_most_however_many_lengths_come() -> None:
+def test_layers_compile_at_most_twice_for_any_number_of_lengths() -> None:
+    """Layers compile in one piece and twice at most, for any number of lengths."""
     graphs: list[int] = []
 
     def counting(graph: Any, inputs: Any) -> Any:
@@ -172,7 +174,8 @@ def train_split() -> list[float]:
     return [float(engine.step(*batch)) for batch in loader]
 
 
-def test_heads_of_packed_rows_are_split_with_the_numbers_of_one_process() -> None:
+def test_split_heads_of_packed_rows_equal_one_process() -> None:
+    """Packed rows with split heads give the losses of one process."""
     (one,), two = run(train_split, ranks=1), run(train_split, ranks=2)
     for losses in two:
         assert losses == pytest.approx(one, abs=1e-5)

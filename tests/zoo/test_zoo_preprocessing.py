@@ -43,14 +43,16 @@ def test_a_png_of_the_right_size_comes_through_unchanged():
     assert np.array_equal(PREPROCESSINGS["none"].train(EncodedPicture(encoded(pixels), 3, "x"), 16), pixels)
 
 
-def test_a_whole_pixel_crop_is_numpys_slice_in_both_kinds_of_picture():
+def test_whole_pixel_crop_equals_numpy_slice_in_both_kinds():
+    """A crop of whole pixels is NumPy's slice in both kinds of pictures."""
     pixels = noise(20, 30, 3)
     box = (5, 2, 17, 14)
     for picture in (ArrayPicture(pixels), EncodedPicture(encoded(pixels), 3, "x")):
         assert np.array_equal(picture.part(box, 12), pixels[2:14, 5:17])
 
 
-def test_the_middle_is_what_resizing_to_256_and_cutting_224_leaves():
+def test_center_equals_resize_to_256_and_crop_to_224():
+    """The middle is the part that resizing to 256 and cutting 224 leaves."""
     assert center(256, 256) == (16, 16, 240, 240)
     assert center(500, 300, 1.0) == (100, 0, 400, 300)
 
@@ -93,7 +95,7 @@ def test_random_boxes_lie_inside_and_cover_what_they_promise():
         assert 0 <= upper < lower <= 375
 
 
-def test_colours_change_as_brightness_contrast_and_saturation_one_after_the_other():
+def test_colours_change_by_brightness_contrast_then_saturation():
     pixels = (60 + noise(9, 7, 3) / 3).astype(np.uint8)  # nothing is clipped on the way
     brightness, contrast, saturation = 0.9, 1.2, 0.7
     weights = np.array([0.299, 0.587, 0.114])
@@ -129,7 +131,7 @@ def test_a_jpeg_is_decoded_small_and_looks_the_same():
     assert picture._image.size == (80 * 2, 50 * 2)  # a quarter: an eighth would leave 40 of 50 pixels
 
 
-def test_gray_and_transparent_pictures_get_the_channels_that_are_asked_for():
+def test_gray_and_transparent_images_get_the_requested_channels():
     gray = noise(8, 8)
     assert np.array_equal(EncodedPicture(encoded(gray), 3, "x").part((0, 0, 8, 8), 8), np.stack([gray] * 3, -1))
     see_through = np.concatenate([noise(8, 8, 3), np.full((8, 8, 1), 9, np.uint8)], -1)
@@ -166,7 +168,8 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest():
         preprocessing_of(request(preprocessing_name="incepton"))
 
 
-def test_augmentation_is_the_same_for_one_rank_two_ranks_and_workers():
+def test_augmentation_is_equal_for_one_rank_two_and_workers():
+    """Augmentation is the same on one rank, on two ranks and in workers."""
     images, labels = torch.from_numpy(noise(12, 3, 40, 40)), torch.arange(12)
     data = ArrayImages(images, labels, PREPROCESSINGS["inception"].train, 16)
     alone = [batch[0] for batch in Loader(data, batch_size=6, seed=3)]

@@ -40,7 +40,8 @@ def test_a_flag_beats_the_file_and_the_file_beats_the_model(tmp_path: Path) -> N
     }
 
 
-def test_who_asks_for_epochs_does_not_mean_the_first_hundred_steps() -> None:
+def test_num_epochs_replaces_the_default_stop_at_step() -> None:
+    """The default limit of 100 steps does not hold where a number of epochs is given."""
     assert resolved("--model_name", "lenet")["stop_at_step"] == 100
     assert resolved("--model_name", "lenet", "--num_epochs", "3")["stop_at_step"] == 0
     assert resolved("--model_name", "lenet", "--num_epochs", "3", "--stop_at_step", "5")["stop_at_step"] == 5
@@ -74,7 +75,8 @@ def test_a_file_may_hold_strategy_marks_and_launching(tmp_path: Path) -> None:
     assert found.launch == {"procs": "2"}
 
 
-def test_the_data_set_says_how_many_classes_and_the_user_may_not_contradict_it() -> None:
+def test_num_classes_comes_from_data_and_other_flag_is_refused() -> None:
+    """The data set gives the number of classes, and a flag with another number is refused."""
     data = Data(train=[], facts={"num_classes": 10})
     assert origins(resolved("--model_name", "resnet_v1_18").told(data), "num_classes") == {
         "num_classes": (10, "data set")
@@ -83,7 +85,8 @@ def test_the_data_set_says_how_many_classes_and_the_user_may_not_contradict_it()
         resolved("--model_name", "resnet_v1_18", "--num_classes", "7").told(data)
 
 
-def test_sizes_beside_weights_count_unless_the_user_says_otherwise() -> None:
+def test_sizes_beside_weights_count_and_other_flags_are_refused() -> None:
+    """Sizes in the file beside the weights count, and a flag with another size is refused."""
     found = resolved("--model_name", "bert_tiny", "--num_layers", "2")
     assert with_sizes(found, {"hidden_size": 96}, "config.json")["hidden_size"] == 96
     with pytest.raises(UsageError, match=r"num_layers is 2 \(flag\), but config.json says 12; leave one out"):

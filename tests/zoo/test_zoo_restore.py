@@ -149,7 +149,8 @@ def test_a_head_of_another_size_is_made_anew_and_said_so(trained: Net) -> None:
     assert list(found.remade) == ["head.weight", "head.bias"]
 
 
-def test_another_size_outside_the_head_is_refused_and_nothing_is_changed(trained: Net) -> None:
+def test_restore_of_another_size_is_refused_and_changes_nothing(trained: Net) -> None:
+    """A tensor of another size outside the head is refused, and the model is not changed."""
     net = Net(hidden=7)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     line = one_line(CheckpointError, restore, net, trained.state_dict())

@@ -52,7 +52,7 @@ def test_the_model_and_the_random_numbers_are_left_alone() -> None:
     assert not model[0]._forward_hooks  # type: ignore[index, union-attr]
 
 
-def test_frozen_and_tied_parameters_count_once_and_have_no_gradients() -> None:
+def test_tied_parameters_count_once_and_frozen_have_no_gradients() -> None:
     words, out = nn.Embedding(50, 4), nn.Linear(4, 50, bias=False)
     out.weight = words.weight
     between = nn.Linear(4, 4).requires_grad_(False)
@@ -78,7 +78,9 @@ def test_attention_counts_for_the_module_that_does_it() -> None:
     assert [(row.name, row.multiply_adds) for row in found.rows] == [("(model)", 2 * 5 * 5 * 8), ("qkv", 5 * 8 * 24)]
 
 
-def test_tables_of_parameter_servers_give_rows_without_being_asked() -> None:
+def test_parameter_server_tables_give_rows_without_a_server() -> None:
+    """Tables of parameter servers are listed with their output shapes, without a request to a server."""
+
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,7 +97,9 @@ def test_tables_of_parameter_servers_give_rows_without_being_asked() -> None:
     )
 
 
-def test_a_model_that_looks_at_values_still_has_its_parameters_listed() -> None:
+def test_model_that_reads_values_has_its_parameters_listed() -> None:
+    """A model whose forward reads values has its parameters counted, and its operations are not known."""
+
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()

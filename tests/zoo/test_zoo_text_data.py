@@ -91,7 +91,7 @@ def test_windows_hold_the_text_exactly(folder, tokenizer, length):
 
 
 @needs_shakespeare
-def test_all_of_shakespeare_has_65_characters_and_the_last_tenth_is_the_test():
+def test_shakespeare_has_65_characters_and_tests_the_last_tenth():
     data = open_text(request(shakespeare(), max_seq_length=256))
     assert data.facts == {"vocab_size": 65}
     text = shakespeare().read_text()
@@ -127,7 +127,7 @@ def test_a_second_text_follows_exactly_where_it_is_said_to(folder, vocabulary, d
     assert full > 0.75  # short documents are joined: little is padding
 
 
-def test_all_text_is_in_some_row_and_the_last_documents_are_the_test(folder, vocabulary):
+def test_all_text_is_in_a_row_and_the_last_documents_are_tests(folder, vocabulary):
     (folder / "a.txt").write_text(numbered(20, 30))
     data = open_masked(request(folder, "masked_lm", test_part=0.25, **vocabulary))
     for part, documents in ((data.train, range(15)), (data.test, range(15, 20))):
@@ -360,7 +360,7 @@ def test_a_folder_that_is_missing_or_not_given_is_one_line(tmp_path):
         open_text(Request({"dataset_dir": None, "dataset_name": "it"}, "language_model"))
 
 
-def test_a_vocabulary_without_its_signs_or_without_a_file_is_one_line(folder, tmp_path):
+def test_vocabulary_without_signs_or_file_is_refused_in_one_line(folder, tmp_path):
     (folder / "a.txt").write_text("text\n\ntext")
     path = tmp_path / "vocab.txt"
     path.write_text("[PAD]\n[UNK]\n[CLS]\na\nb\n")
