@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-#: command -> {former name of an option, which still works: present name}
+#: command -> {former name of an option: present name}; former names still work
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "plan": {"--batch": "--global-batch"},
     "memory": {"--batch": "--batch-size", "--merge": "--gradient-merge", "--save": "--log-dir"},

@@ -52,7 +52,7 @@ class LossScaler:
         self.active = asked is not None
         self.scale = self._amp.init_scale if self._dynamic else float(asked or 1.0)
         self.skipped = 0  #: steps that overflowed so far
-        self._finite = 0  # steps in a row
+        self._finite = 0  # consecutive finite steps
         self._overflowed = 0
 
     def unscale(self, gradients: list[Tensor], boost: float = 1.0) -> bool:

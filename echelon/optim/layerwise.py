@@ -15,7 +15,7 @@ from echelon.optim.foreach import Bundle, ForeachOptimizer
 if TYPE_CHECKING:
     from echelon.optim.fused import FusedKernels
 
-PIECE = 1 << 16  # elements
+PIECE = 1 << 16  # elements per part of a bundle on a CPU, which fit in the cache
 
 #: (parameters, their squared norms as a 2 x n tensor) -> the same, summed over all shards of each parameter
 SumSquares = Callable[[list[Tensor], Tensor], Tensor]

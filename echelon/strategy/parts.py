@@ -218,9 +218,7 @@ class Shard:
 
 @strict
 class Fast:
-    """The fast path: optimizations that need no request. For each, None decides automatically, True forces it on.
-
-    False disables a part.
+    """The fast path: optimizations that are on by default where they fit; None decides, True forces, False disables.
 
     compile:       torch.compile; "blocks" (each repeated block separately, which shortens the start) or "whole"
     channels_last: the channels_last memory format for weights of convolutions and images
