@@ -94,8 +94,16 @@ def distribute(
     if PLAN_ONLY in os.environ:
         from echelon.tools.plan_report.planning_engine import make_planning_engine
 
-        said = {"strategy": strategy, "plan": plan, "cluster": cluster, "sample": sample}
-        return make_planning_engine(model, optimizer=optimizer, loss=loss, scheduler=scheduler, **said)  # type: ignore[no-any-return]
+        return make_planning_engine(  # type: ignore[no-any-return]
+            model,
+            optimizer=optimizer,
+            loss=loss,
+            scheduler=scheduler,
+            strategy=strategy,
+            plan=plan,
+            cluster=cluster,
+            sample=sample,
+        )
     world = worlds.current()
     check_model(model)
     model.to(world.device)
@@ -112,8 +120,20 @@ def distribute(
         checkpoint, log = None, Log(console=False)
     choosing = _choosing(settled, world, model, loss, optimizers)
     engine = Engine(
-        *(world, ProcessGroups(world.backend), model, loss, optimizers, listed(scheduler), settled.plan, settled.marks),
-        *(checkpoint, log or Log(), served, choosing, settled.rule, trial),
+        world=world,
+        groups=ProcessGroups(world.backend),
+        model=model,
+        loss=loss,
+        optimizers=optimizers,
+        schedulers=listed(scheduler),
+        plan=settled.plan,
+        marks=settled.marks,
+        checkpoint=checkpoint,
+        log=log or Log(),
+        served=served,
+        choosing=choosing,
+        elastic=settled.rule,
+        trial=trial,
     )
     engine.record.settings(strategy_settings(settled.strategy))
     report(world)
@@ -163,7 +183,8 @@ def _settle(
 
     found: True if this process times a candidate of ``auto``
     """
-    asked, marks, saved, here = terms.strategy, terms.marks, find_saved(terms.plan), world.place.local_world_size
+    asked, marks = terms.strategy, terms.marks
+    saved, here = find_saved(terms.plan), world.place.local_world_size
     found = found or saved is not None or bool(asked.auto)
     if found:
         refuse_settings_beside_plan(asked, marks, terms.cluster, served is not None, planned=saved is not None)

@@ -63,7 +63,8 @@ def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named
             with _uninterrupted(), _collected_by_the_caller_alone():
                 ranks.append(_start(rank, count, listener, lambda: fn(*args, **named)))
         store = TCPStore(
-            *(LOOPBACK, listener.getsockname()[1]),
+            LOOPBACK,
+            listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=world.DEFAULT_TIMEOUT),

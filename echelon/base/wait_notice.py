@@ -39,7 +39,10 @@ class WaitNotice:
         component: str = "join",
         say: Say | None = None,
     ) -> None:
-        self._who, self._limit, self._remedy, self._component = who, limit, remedy, component
+        self._who = who
+        self._limit = limit
+        self._remedy = remedy
+        self._component = component
         self._say = say or print_wait
         self._began, self._due, self._told = time.monotonic(), _after(), ""
 

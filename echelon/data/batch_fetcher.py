@@ -42,7 +42,10 @@ class BatchFetcher:
         worker_init:  called in each worker process with its index, as by torch's DataLoader
         dataset:      value of ``torch.utils.data.get_worker_info().dataset`` in workers
         """
-        self._source, self._workers, self._prefetch, self._pin = source, workers, prefetch, pin
+        self._source = source
+        self._workers = workers
+        self._prefetch = prefetch
+        self._pin = pin
         self._begin = _step_back if worker_init is None else partial(_begin_worker, init=worker_init, dataset=dataset)
         self._requests = _EpochRequests()
         self._loader = self._start() if workers else None

@@ -26,7 +26,10 @@ class Cursor:
         self.samples += samples
 
     def next_epoch(self, cut: int) -> None:
-        self.epoch, self.position, self.samples, self.cut = self.epoch + 1, 0, 0, cut
+        self.epoch += 1
+        self.position = 0
+        self.samples = 0
+        self.cut = cut
 
 
 def to_state(cursor: Cursor, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,8 +122,14 @@ class Loader:
         self._on_change = on_change
         pin = device is not None and device.type == "cuda"
         in_processes = 0 if isinstance(self._source, BlockSource) else workers  # blocks are read by threads
-        begin = {"worker_init": worker_init_fn, "dataset": dataset}
-        self._fetching = BatchFetcher(self._source, workers=in_processes, prefetch=prefetch, pin=pin, **begin)
+        self._fetching = BatchFetcher(
+            self._source,
+            workers=in_processes,
+            prefetch=prefetch,
+            pin=pin,
+            worker_init=worker_init_fn,
+            dataset=dataset,
+        )
         self._cursor = Cursor(cut=self.global_batch)
         self._continues = False
         self._iteration = 0

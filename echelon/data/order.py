@@ -99,7 +99,10 @@ class BucketedOrder(EpochOrder):
         shuffler: Callable[[int], np.random.RandomState | None],
     ) -> None:
         super().__init__(indices)
-        self._measure, self._cut, self._span, self._shuffler = measure, cut, windows * cut, shuffler
+        self._measure = measure
+        self._cut = cut
+        self._span = windows * cut
+        self._shuffler = shuffler
         self._arranged: set[int] = set()
 
     def take(self, start: int, stop: int) -> Indices:

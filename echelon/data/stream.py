@@ -66,7 +66,10 @@ class StreamPassReader:
     """One pass over a stream: numbered, shuffled, bucketed, divided into batches of ``batch`` items."""
 
     def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int, turn: StreamStep) -> None:
-        self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
+        self._stream = stream
+        self._options = options
+        self._salt = salt
+        self._batch = batch
         self._length = lengths_function(options.lengths)
         self.turn = turn
         self.reservoir = Reservoir(options.seed, SeedPurpose.RESERVOIR, turn.epoch, salt)
@@ -139,7 +142,10 @@ class StreamPasses:
     """The pass in progress; a step before its position, or in another epoch, starts a new pass."""
 
     def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int) -> None:
-        self._stream, self._options, self._salt, self._batch = stream, options, salt, batch
+        self._stream = stream
+        self._options = options
+        self._salt = salt
+        self._batch = batch
         self._reader: StreamPassReader | None = None
 
     def at(self, turn: StreamStep) -> tuple[StreamPassReader, list[StreamItem]]:

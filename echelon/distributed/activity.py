@@ -124,7 +124,10 @@ class waiting:
     __slots__ = ("_inner", "call", "number", "ranks", "since", "what")
 
     def __init__(self, call: str, what: object = "", whom: Whom = None) -> None:
-        self.call, self.what, self.ranks, self.number = call, what, whom, 0
+        self.call = call
+        self.what = what
+        self.ranks = whom
+        self.number = 0
 
     def __enter__(self) -> None:
         self._inner = activity.wait is not None

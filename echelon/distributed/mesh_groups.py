@@ -14,7 +14,10 @@ class MeshGroups:
     """One rank's view of the mesh. All ranks must request the same groups in the same order; each is made once."""
 
     def __init__(self, mesh: Mapping[str, int], order: Sequence[int], rank: int, groups: ProcessGroups) -> None:
-        self._mesh, self._order, self._rank, self._groups = mesh, order, rank, groups
+        self._mesh = mesh
+        self._order = order
+        self._rank = rank
+        self._groups = groups
         self.at = coordinates(mesh, order, rank)  #: this rank's index along every axis
         self._made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 

@@ -42,8 +42,13 @@ class MovingAverage:
         steps: Callable[[], int],
         say: Callable[[str], None],
     ) -> None:
-        self._world, self._company, self._one, self._keeper = world, company, one, keeper
-        self._served, self._steps, self._say = served, steps, say
+        self._world = world
+        self._company = company
+        self._one = one
+        self._keeper = keeper
+        self._served = served
+        self._steps = steps
+        self._say = say
         self._settings: Ema | None = None
         self._parts: ParallelModel | None = None
         self.averages: EmaWeights | None = None  #: set by the call, once the model is parallelized

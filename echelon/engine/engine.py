@@ -125,9 +125,15 @@ class Engine(OwnLoop):
         self._keeper.beginning = self._beginning
         self._keeper.saved = self._voice.saved
         self._keeper.claims.say, self._keeper.claims.writes = self.say, self.worker == 0
-        rooms = self._keeper, self._company, self._one.has_local_statistics, self.say
-        traceless = trial is not None or served is not None  # servers have their own journal
-        self._memories = None if traceless else MemoryCheckpointer.find(world, *rooms)
+        self._memories: MemoryCheckpointer | None = None
+        if trial is None and served is None:  # servers have their own journal
+            self._memories = MemoryCheckpointer.find(
+                world,
+                keeper=self._keeper,
+                company=self._company,
+                statistics=self._one.has_local_statistics,
+                say=self.say,
+            )
         self._resuming = StateRestorer(world, self._keeper, served, self._memories, self._voice)
         #: moving average of the weights, which ``engine.ema(decay=0.999)`` starts
         self.ema = MovingAverage(world, self._company, self._one, self._keeper, served, lambda: self.steps, self.say)
@@ -181,8 +187,17 @@ class Engine(OwnLoop):
     def assemble(self, batch: Any = None) -> None:
         """Parallelize the model. A pipeline needs a batch, because it is partitioned by tracing a forward pass."""
         prepare(self.model, self.plan.fast)
-        what = self.model, self._objective, self._given, self.plan, self._marks, batch
-        parts = parallelize(self.world, self._company, self._grid, *what)
+        parts = parallelize(
+            world=self.world,
+            company=self._company,
+            grid=self._grid,
+            model=self.model,
+            objective=self._objective,
+            given=self._given,
+            plan=self.plan,
+            marks=self._marks,
+            batch=batch,
+        )
         self._parts, self.plan, self.optimizers = parts, parts.plan, parts.optimizers
         self._gradients, self._local = parts.gradients, parts.local
         if self.plan.lean is not None:
@@ -209,10 +224,18 @@ class Engine(OwnLoop):
         group = None if parts.local else group  # under local SGD ranks step alone
         parts.gradients.meet(group)
         self._fast = fast_path(plan, self.model, self._objective, self._given, self.say)
-        work = parts, self._objective, self._fast, group
         self._rows.open()
         self._passes = ForwardBackward(
-            self.world, grid, *work, self._clock, self._rows, self.say, self.served is not None
+            world=self.world,
+            grid=grid,
+            parts=parts,
+            objective=self._objective,
+            fast=self._fast,
+            group=group,
+            clock=self._clock,
+            rows=self._rows,
+            say=self.say,
+            served=self.served is not None,
         )
         self._updates = OptimizerUpdate(
             self.world, self._given, self._schedules, self.served, parts, self._company, self._guard
@@ -220,8 +243,14 @@ class Engine(OwnLoop):
         self._local_gradients = LocalGradients(parts, self._passes, self._reduce_early, self.say)
         self._company.takes(plan, grid, parts.local)
         self._one.local = parts.local
-        kept = self.model, plan, grid, self.world.control, self._company, lambda line: self.say(line, "warning")
-        self._passes.buffers = self._one.buffers = replica_buffers(*kept)
+        self._passes.buffers = self._one.buffers = replica_buffers(
+            model=self.model,
+            plan=plan,
+            grid=grid,
+            control=self.world.control,
+            company=self._company,
+            say=lambda line: self.say(line, "warning"),
+        )
         self._keeper.takes(parts)
         self.ema.takes(parts)
         activity.alike = grid.ranks(*(axis for axis in AXES if axis != "stage"))
@@ -604,7 +633,14 @@ class Engine(OwnLoop):
         """Log the plan and everything about it that the user may not expect."""
         notices = *self._notices, *self._watch.notices, *(self.served.describe() if self.served else ())
         held = self._parts.shards.shards if self._parts and self._parts.shards else {}  # shards replace parameters
-        differ = self._one.has_local_statistics()
-        separate = self.served.describe_processes() if self.served else None
-        what = notices, self.model, held, self._given, differ, separate
-        self._voice.announce(announcement(self.world, self.plan, *what))
+        lines = announcement(
+            self.world,
+            self.plan,
+            notices=notices,
+            model=self.model,
+            held=held,
+            optimizers=self._given,
+            statistics=self._one.has_local_statistics(),
+            separate=self.served.describe_processes() if self.served else None,
+        )
+        self._voice.announce(lines)

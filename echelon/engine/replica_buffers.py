@@ -90,7 +90,10 @@ class ReplicaBuffers:
         remarks: list[str],
         say: Say,
     ) -> None:
-        self._group, self._control, self._remarks, self._say = group, control, remarks, say
+        self._group = group
+        self._control = control
+        self._remarks = remarks
+        self._say = say
         self._places = [place for place in _outside_of_norms(model) if _can_be_compared(place.value)]
         self._fed: list[_Place] = []
         self._left = FIRST_PASSES

@@ -34,7 +34,10 @@ class StateRestorer:
         memories: MemoryCheckpointer | None,
         voice: RunLogger,
     ) -> None:
-        self._world, self._keeper, self._served, self._memories = world, keeper, served, memories
+        self._world = world
+        self._keeper = keeper
+        self._served = served
+        self._memories = memories
         self._voice = voice
         self._parts: ParallelModel | None = None
         self._waiting: Stored | None = None

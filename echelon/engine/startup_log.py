@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from echelon.distributed.world import World
 from echelon.engine.device_placement import ParameterPlacement, placement_table
 from echelon.engine.update import parameters_of
-from echelon.fastpath.startup_lines import lines
+from echelon.fastpath.policy import startup_lines
 from echelon.plan import Plan
 from echelon.strategy.annotations.annotate import ModelMarks
 
@@ -37,7 +37,7 @@ def announcement(
     processes = separate or f"{world.size} x {world.device.type} ({world.backend})"
     yield f"{processes}, {world.place.launcher}"
     yield from plan.describe().splitlines()[bool(separate) :]
-    yield from lines(plan.fast)
+    yield from startup_lines(plan.fast)
     yield from notices
     if statistics:
         remedy = "" if plan.local else "; sync_batch_norm=True gives those of one process"

@@ -41,7 +41,10 @@ class OptimizerUpdate:
         guard: StepGuard,
     ) -> None:
         self._guard = guard
-        self._world, self._given, self._schedules, self._served = world, given, schedules, served
+        self._world = world
+        self._given = given
+        self._schedules = schedules
+        self._served = served
         self._optimizers, self._company = parts.optimizers, company
         self._clip, self._census, self._shards = parts.plan.clip, parts.census, parts.shards
         self._gradients, self._scaler, self._local = parts.gradients, parts.scaler, parts.local

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.nn.modules.module import _has_any_global_hook
 
 from echelon.fastpath.guards import PythonGuards
-from echelon.fastpath.module_call import is_ours, put_in_place
-from echelon.fastpath.user_hooks import has_hooks
 from echelon.strategy.fastpath_choice import WHOLE
 
 Say = Callable[[str], None]
@@ -25,7 +24,6 @@ backend: str | Callable[..., Any] = "inductor"
 #: Compiled programs per code object, in addition to one for each block: for other lengths and modes. Torch's limit is 8
 #: in total, and blocks whose code reads their own index need one program each.
 SPARE = 8
-
 
 #: Parts of torch's error messages for operations that fail only in compiled code.
 CANNOT = ("aot_autograd does not currently support double backward", "donated buffer")
@@ -192,6 +190,43 @@ def is_compiled(module: nn.Module) -> bool:
     """Return True if user code has compiled the module."""
     compiled = getattr(module, "_compiled_call_impl", None)
     return hasattr(module, "_orig_mod") or (compiled is not None and not is_ours(module))
+
+
+class ModuleCallOverride:
+    """Function that replaces a module's call; deep copies and pickles of the module do not contain it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def put_in_place(module: nn.Module, call: Callable[..., Any]) -> None:
+    module._compiled_call_impl = ModuleCallOverride(call)
+
+
+def is_ours(module: nn.Module) -> bool:
+    return isinstance(module._compiled_call_impl, ModuleCallOverride)
+
+
+def forget(model: nn.Module) -> None:
+    """Remove the overrides that an earlier engine has set."""
+    for module in model.modules():
+        if is_ours(module):
+            module._compiled_call_impl = None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if this module has hooks around its call, or if there are global module hooks."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(own) or _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def _errors() -> tuple[type[BaseException], ...]:

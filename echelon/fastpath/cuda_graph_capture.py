@@ -1,21 +1,27 @@
-"""One forward and backward pass captured as a CUDA graph, with static memory for its batch."""
+"""One forward and backward pass captured as a CUDA graph, with static memory for its batch; the checks before it."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from echelon.fastpath.guards import PythonGuards
-from echelon.fastpath.step_signature import StepSignature
+from echelon.fastpath.guards import PLAIN, REGISTERS, PythonGuards, StepSignature, is_nan, on_gradients, place_of
 
 Backward = Callable[[Tensor | float], None]
 Run = Callable[[Any], tuple[Tensor, Backward]]
+Look = dict[tuple[str, str], Any]
+
+_ABSENT = object()
+_DEEPEST = 6  # levels of nested containers that are compared
 
 
 class CapturedStep:
@@ -131,17 +137,6 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[index_of(device)]
 
 
-def has_room(device: torch.device) -> bool:
-    """Return True if a graph, which never frees its memory, leaves room for another step on the device.
-
-    Such a step is a batch of another size or an evaluation.
-    """
-    held = torch.cuda.memory_allocated(device)
-    needed = torch.cuda.max_memory_allocated(device) - held
-    free, _ = torch.cuda.mem_get_info(device)
-    return 2.1 * needed < free + torch.cuda.memory_reserved(device) - held
-
-
 class WarmupStep:
     """An eager step before capture, which detects synchronization with the device: a graph cannot contain it.
 
@@ -190,3 +185,72 @@ def _telling(captured: bool) -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = asked
+
+
+def has_room(device: torch.device) -> bool:
+    """Return True if a graph, which never frees its memory, leaves room for another step on the device.
+
+    Such a step is a batch of another size or an evaluation.
+    """
+    held = torch.cuda.memory_allocated(device)
+    needed = torch.cuda.max_memory_allocated(device) - held
+    free, _ = torch.cuda.mem_get_info(device)
+    return 2.1 * needed < free + torch.cuda.memory_reserved(device) - held
+
+
+def is_plain(batch: Any) -> bool:
+    """Return True if a batch consists of tensors and comparable values only."""
+    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(batch))
+
+
+def draws() -> tuple[Any, ...]:
+    """Return the states of the host's random generators."""
+    legacy: Any = np.random.get_state()
+    return random.getstate(), legacy[2], legacy[1].tobytes(), bytes(torch.get_rng_state().numpy())
+
+
+def has_gradient_hooks(model: nn.Module) -> bool:
+    """Return True if user code has hooks on gradients, which a graph would not run."""
+    of_modules = any(module._backward_hooks or module._backward_pre_hooks for module in model.modules())
+    return of_modules or on_gradients(model.parameters())
+
+
+def snapshot_attributes(model: nn.Module) -> Look:
+    """Return all attributes of all modules in comparable form: values, and addresses and shapes of tensors.
+
+    Attributes that forward sets are side effects, which a graph would not replay.
+    """
+    return {
+        (name, attribute): _look(value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+    }
+
+
+def find_side_effect(before: Look, after: Look) -> str | None:
+    """Return the full name of the first attribute that differs, or None."""
+    for at in [*after, *before]:
+        if before.get(at, _ABSENT) != after.get(at, _ABSENT):
+            module, attribute = at
+            both = before.get(at, {}), after.get(at, {})
+            changed = _entry(*both) if attribute in REGISTERS else attribute
+            return f"{module}.{changed}" if module else str(changed)
+    return None
+
+
+def _look(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, Tensor):
+        return "tensor", place_of(value), tuple(value.shape)
+    if isinstance(value, PLAIN):
+        return "not a number" if is_nan(value) else value
+    if depth == _DEEPEST:
+        return id(value)
+    if isinstance(value, dict):
+        return {key: _look(each, depth + 1) for key, each in dict.items(value)}
+    if isinstance(value, list | tuple | deque):
+        return [_look(each, depth + 1) for each in value]
+    return id(value)
+
+
+def _entry(before: dict[str, Any], after: dict[str, Any]) -> str:
+    return next(name for name in [*after, *before] if before.get(name, _ABSENT) != after.get(name, _ABSENT))

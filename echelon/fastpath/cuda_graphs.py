@@ -17,13 +17,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.fastpath.compile import Say
-from echelon.fastpath.cuda_graph_capture import Backward, CapturedStep, Run, WarmupStep, has_room
+from echelon.fastpath.cuda_graph_capture import (
+    Backward,
+    CapturedStep,
+    Run,
+    WarmupStep,
+    draws,
+    find_side_effect,
+    has_gradient_hooks,
+    has_room,
+    is_plain,
+    snapshot_attributes,
+)
 from echelon.fastpath.graph_validation import GraphValidation
 from echelon.fastpath.guards import PythonGuards
 from echelon.fastpath.pass_timing import EagerTiming, GraphTimingComparison
-from echelon.fastpath.side_effects import find_side_effect, snapshot_attributes
-from echelon.fastpath.step_signature import draws, is_plain
-from echelon.fastpath.user_hooks import has_gradient_hooks
 from echelon.plan import Plan
 from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 

@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_map
 
 from echelon.base.errors import UsageError
 from echelon.checkpoint.state_strides import follow_weights
-from echelon.fastpath.compile import ModuleCompiler, Say
+from echelon.fastpath.compile import ModuleCompiler, Say, forget
 from echelon.fastpath.fused_optimizers import fuse
 from echelon.fastpath.graph_validation import PassSnapshot
-from echelon.fastpath.module_call import forget
 from echelon.fastpath.padded_vocab import pad
 from echelon.parallel.data.gradients import backward_of
 from echelon.parallel.loss.loss_weights import weighs_losses

@@ -1,13 +1,29 @@
-"""Switches torch optimizers to their fused step."""
+"""Finds torch optimizers that have a fused step, and switches them to it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.checkpoint.state_strides import follow_weights
+
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def leaves_fused_unset(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer has a fused step that gives its results, and user code has not chosen a step."""
+    groups = optimizer.param_groups
+    open_still = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
+    # torch's fused SGD handles a weight's first gradient wrongly if other weights already had one; see _begin_momentum
+    plain = not any(group.get("differentiable") or group.get("dampening") for group in groups)
+    return type(optimizer) in FUSED and open_still and plain and all(map(_on_gpu, groups))
+
+
+def _on_gpu(group: Mapping[str, list[nn.Parameter]]) -> bool:
+    return all(p.is_cuda and p.is_floating_point() for p in group["params"])
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:

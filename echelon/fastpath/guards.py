@@ -1,9 +1,10 @@
-"""Guards on Python values outside of the model that forward or the loss may read, such as an annealed weight or a flag.
+"""Guards: all that must be equal for a replay of a captured step, because it is a constant in a CUDA graph.
 
-Such values are constants in a CUDA graph, so a step in which one differs must run eagerly. They are found by following
-the code from forward and the loss: globals and closures that it names, functions that it calls, and attributes of
-objects whose names occur in the code. Installed packages are taken to be fixed, but functions that they wrap are
-followed, and all attributes of objects of their classes (a configuration) are guarded.
+StepSignature has the shapes of the batch, the weights, and the structure and plain values of the model. PythonGuards
+has the Python values outside of the model that forward or the loss may read, such as an annealed weight or a flag;
+these are found by following the code from forward and the loss: globals and closures that it names, functions that it
+calls, and attributes of objects whose names occur in the code. Installed packages are taken to be fixed, but functions
+that they wrap are followed, and all attributes of objects of their classes (a configuration) are guarded.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
+import math
+import operator
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from echelon.base.code_origin import is_followed, is_library, is_users
-from echelon.fastpath.module_structure import INTERNAL, PLAIN, REGISTERS, place_of, same
 
 DEPTH = 8  #: maximum number of references from forward or the loss to a value
 MOST = 4000  #: maximum number of values; comparing so many takes a millisecond
@@ -31,15 +35,153 @@ ITEMS = 256  #: maximum items of a list or dict; a longer one is compared as a w
 LONGEST = 100_000
 SMALL = 4096  #: maximum bytes of an array whose contents are compared
 
+#: Types of values that are compared as they are.
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+#: The dicts in which a module registers parameters, buffers and submodules.
+REGISTERS = ("_parameters", "_buffers", "_modules")
+
 Read = Callable[[], Any]
+Values = list[tuple[dict[str, Any], str, Any]]
 _GONE = object()
 _BY_VALUE = (tuple, frozenset, torch.device, torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_INTERNAL = INTERNAL - {"training", *REGISTERS}
+_VALUES = operator.methodcaller("values")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_INTERNAL = _OF_EVERY_MODULE - {"training", *REGISTERS}
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _NO_PART_OF_A_STEP = {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__reduce__"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+class StepSignature:
+    """Values that are constants in a captured step; a step that differs in any of them must run eagerly.
+
+    A captured step has no hooks on gradients.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        leaves, self._structure = tree_flatten(batch)
+        self._leaves = [_kind(leaf) for leaf in leaves]
+        self._parameters = list(model.parameters())
+        self._weights = _weights(self._parameters)
+        self._values = _python_values(model)
+        self._structure_of_model = ModuleStructure(model, next(model.parameters()).device)
+
+    def fits(self, batch: Any) -> bool:
+        leaves, structure = tree_flatten(batch)
+        return (
+            structure == self._structure
+            and [_kind(leaf) for leaf in leaves] == self._leaves
+            and self._weights == _weights(self._parameters)
+            and not on_gradients(self._parameters)
+            and _are_as_they_were(self._values)
+            and self._structure_of_model.is_as_it_was()
+        )
+
+
+def _kind(leaf: Any) -> Any:
+    """Return shape, dtype and device of a tensor; type and value of anything else, which is a constant."""
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+
+
+def _weights(parameters: list[nn.Parameter]) -> tuple[list[int], list[bool]]:
+    """Return the addresses of the weights, and which of them are trained."""
+    try:
+        places = [one.data_ptr() for one in parameters]
+    except RuntimeError:  # some have no storage
+        places = [place_of(one)[0] for one in parameters]
+    return places, [one.requires_grad for one in parameters]
+
+
+def _are_as_they_were(values: Values) -> bool:
+    """Return True if all values are unchanged. Identity is checked first, for speed: there may be thousands."""
+    for held, name, value in values:
+        now = held.get(name, _GONE)
+        if now is not value and not same(now, value):
+            return False
+    return True
+
+
+def _python_values(model: nn.Module) -> Values:
+    """Return plain attributes of modules, which forward may read: a mode, an annealed rate."""
+    return [
+        (module.__dict__, name, value)
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if isinstance(value, PLAIN)
+    ]
+
+
+def on_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return True if one of these parameters has a Python hook on its gradient."""
+    return any(one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters)
+
+
+class ModuleStructure:
+    """The structure of a model at one moment: classes, submodules, and the tensors and objects that modules hold.
+
+    A comparison takes some microseconds per hundred modules.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._modules = list(model.modules())
+        self._own: list[dict[str, Any]] = [vars(module) for module in self._modules]
+        self._parts = [one for module in self._modules for one in (module._modules, module._parameters)]
+        self._buffers = [module._buffers for module in self._modules]
+        self._held = [
+            (own, name)
+            for own in self._own
+            for name, value in own.items()
+            if name not in _OF_EVERY_MODULE and not isinstance(value, PLAIN)
+        ]
+        self._before = self._now()
+        # kept alive, so that their addresses are not reused
+        self._alive = [*model.parameters(), *(own[name] for own, name in self._held if self._is_of_host(own[name]))]
+
+    def is_as_it_was(self) -> bool:
+        return self._now() == self._before
+
+    def _now(self) -> tuple[list[Any], ...]:
+        return (
+            list(map(type, self._modules)),
+            list(map(len, self._own)),  # forward may read a new attribute by getattr()
+            list(map(id, _entries(self._parts))),
+            list(map(self._which, _entries(self._buffers))),
+            [self._which(own.get(name)) for own, name in self._held],
+        )
+
+    def _is_of_host(self, value: Any) -> bool:
+        return not isinstance(value, Tensor) or value.device != self._device
+
+    def _which(self, value: Any) -> Any:
+        """Return the identity of a value; for host tensors with the version, as their contents may be constants."""
+        return place_of(value, self._is_of_host(value)) if isinstance(value, Tensor) else id(value)
+
+
+def _entries(registers: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(_VALUES, registers))
+
+
+def place_of(tensor: Tensor, with_version: bool = False) -> tuple[int, int]:
+    """Return the tensor's address, and its version if asked for; for a tensor without storage (sparse), its id."""
+    try:
+        return tensor.data_ptr(), tensor._version if with_version else 0
+    except RuntimeError:
+        return id(tensor), 0
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if two plain values are equal; NaN equals NaN.
+
+    Values of different types are never compared with ``==``, because one of them may be a tensor.
+    """
+    return one is other or (type(one) is type(other) and (one == other or (is_nan(one) and is_nan(other))))
+
+
+def is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 class PythonGuards:

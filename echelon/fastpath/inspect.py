@@ -1,11 +1,11 @@
-"""Inspects model, optimizers, devices and plan, to produce the inputs of ``policy.decide``."""
+"""Inspects model, optimizers, devices and plan for the inputs of ``policy.decide``, and chooses a plan's fast path."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ from echelon.base.environment import FAST
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.world import World
 from echelon.fastpath.compile import is_compiled
+from echelon.fastpath.fused_optimizers import leaves_fused_unset
 from echelon.fastpath.padded_vocab import odd_layers
-from echelon.fastpath.policy import OFF, decide
-from echelon.fastpath.traits import DeviceCapabilities, FastPathTraits
+from echelon.fastpath.policy import OFF, DeviceCapabilities, FastPathTraits, decide
 from echelon.nn import SparseEmbedding
 from echelon.nn.moe import MoE
 from echelon.parallel.autocast_unsafe import find_autocast_unsafe
@@ -26,10 +26,15 @@ from echelon.plan.segments import repeated_blocks
 from echelon.strategy import Amp, Fast, Strategy
 from echelon.strategy.fastpath_choice import FastPathChoice
 
+if TYPE_CHECKING:
+    from echelon.plan.saved_plan import SavedPlan
+
 Optimizers = Mapping[str, torch.optim.Optimizer]
 Loss = Callable[..., Any]
 
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+#: Request for a saved plan: its predictions are valid for the plan as stored, so only parts that change neither
+#: numerics nor predicted time are left open.
+OF_SAVED_PLANS = Fast(compile=False, bf16=False, channels_last=False, graphs=False, pad=False)
 
 
 def requested_fast_path(strategy: Strategy) -> Fast:
@@ -52,6 +57,13 @@ def choose_fast_path(
     amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies set it in the plan
     chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
     return with_fast_path(plan, chosen)
+
+
+def choose_for_saved_plan(plan: Plan, saved: SavedPlan, world: World, model: nn.Module, optimizers: Optimizers) -> Plan:
+    """Return the plan with its fast path, in which the units that the saved draft compiles are compiled."""
+    plan = choose_fast_path(plan, Strategy(fast=OF_SAVED_PLANS), world, model, optimizers)
+    units = tuple(name for names in saved.units for name in names) if saved.draft.compile else ()
+    return dataclasses.replace(plan, fast=dataclasses.replace(plan.fast, compiled=units))
 
 
 def with_fast_path(plan: Plan, chosen: FastPathChoice) -> Plan:
@@ -98,7 +110,7 @@ def traits_of(
         odd=odd_layers(model, blocks) if _is_in_one_piece(plan) else (),
         unsafe=find_autocast_unsafe(model, loss),
         fp32=bool(weights) and all(p.dtype == torch.float32 for p in weights),
-        unset={key: type(o).__name__ for key, o in optimizers.items() if _is_unset(o)},
+        unset={key: type(o).__name__ for key, o in optimizers.items() if leaves_fused_unset(o)},
         unfused=_unfused(plan, model, served),
         uncaptured=_uncaptured(plan, model, served, len(optimizers)),
     )
@@ -162,18 +174,6 @@ def _views(model: nn.Module) -> str | None:
 
 def _names(function: object) -> tuple[str, ...]:
     return getattr(getattr(function, "__code__", None), "co_names", ())
-
-
-def _is_unset(optimizer: torch.optim.Optimizer) -> bool:
-    groups = optimizer.param_groups
-    open_still = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
-    # torch's fused SGD handles a weight's first gradient wrongly if other weights already had one; see fuse()
-    plain = not any(group.get("differentiable") or group.get("dampening") for group in groups)
-    return type(optimizer) in FUSED and open_still and plain and all(map(_on_gpu, groups))
-
-
-def _on_gpu(group: Mapping[str, list[nn.Parameter]]) -> bool:
-    return all(p.is_cuda and p.is_floating_point() for p in group["params"])
 
 
 def _unfused(plan: Plan, model: nn.Module, served: bool) -> str | None:

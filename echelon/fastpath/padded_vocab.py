@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.fastpath.module_call import put_in_place
-from echelon.fastpath.user_hooks import has_hooks
+from echelon.fastpath.compile import has_hooks, put_in_place
 
 MULTIPLE = 8  #: alignment in 16-bit numbers
 LARGE = 1 << 20  #: number of weights from which padding pays off

@@ -1,9 +1,15 @@
-"""Chooses the parts of the fast path: a pure function of the requested parts and of the traits of model and devices."""
+"""Chooses the parts of the fast path, and describes them in log lines.
+
+The choice is a pure function of the requested parts and of the traits of model and devices.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
+from echelon.base.config import strict
 from echelon.base.errors import UsageError
-from echelon.fastpath.traits import FastPathTraits
 from echelon.strategy import Fast
 from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
@@ -13,8 +19,54 @@ OFF = Fast(compile=False, channels_last=False, fused=False, graphs=False, bf16=F
 NAMES = {"compile": "compile", "bf16": "bf16", "channels_last": "channels last", "fused": "fused optimizers",
          "graphs": "CUDA graphs", "pad": "padding"}  # fmt: skip
 
-
 ALREADY = "the model was compiled before distribute()"
+
+
+@strict
+class DeviceCapabilities:
+    """Capabilities of a rank's device, or those common to the devices of all ranks.
+
+    triton: True if Triton, which torch.compile needs, works
+    """
+
+    cuda: bool = False
+    bf16: bool = False
+    triton: bool = False
+
+
+@strict
+class FastPathTraits:
+    """Traits of the devices, the model, its optimizers and the plan. A reason is a text, or None if there is none.
+
+    blocks:       names of the repeated blocks, if all of them are equal
+    compiled:     True if user code has compiled the model or a part of it
+    cut:          reason why the model cannot be compiled under this plan
+    only_blocks:  reason why only repeated blocks can be compiled, on request, and not the whole model
+    slow_inside:  reason why compiling would not pay off
+    convolutions: True if the model has 2-D convolutions
+    views:        reason why the model may fail with channels last
+    odd:          names of large output layers of unaligned size, outside of blocks
+    unsafe:       reason why model and loss cannot run in 16 bits
+    fp32:         True if all weights are fp32
+    unset:        class name of each optimizer that has a fused step and leaves it unset, by optimizer name
+    unfused:      reason why no optimizer may use a fused step
+    uncaptured:   reason why a step is more than one forward and backward pass on this device
+    """
+
+    machine: DeviceCapabilities = DeviceCapabilities()
+    blocks: tuple[str, ...] = ()
+    compiled: bool = False
+    cut: str | None = None
+    only_blocks: str | None = None
+    slow_inside: str | None = None
+    convolutions: bool = False
+    views: str | None = None
+    odd: tuple[str, ...] = ()
+    unsafe: str | None = None
+    fp32: bool = True
+    unset: dict[str, str] = dataclasses.field(default_factory=dict)
+    unfused: str | None = None
+    uncaptured: str | None = None
 
 
 def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
@@ -128,3 +180,34 @@ def _is_news(part: str, amp: object, traits: FastPathTraits) -> bool:
         or (part == "bf16" and amp is not None)
         or (part == "fused" and traits.unfused is None)
     )
+
+
+def startup_lines(chosen: FastPathChoice) -> Iterator[str]:
+    """Yield a line with the parts that are on, and one line for each part that is left out."""
+    if chosen.any:
+        yield f"fast: {'; '.join(_parts(chosen))}; Strategy(fast=False) switches it off"
+    for part, reason in chosen.left_out.items():
+        yield f"fast: {part} left out: {reason}"
+
+
+def _parts(chosen: FastPathChoice) -> Iterator[str]:
+    if chosen.compiled:
+        yield f"compiled {_what(chosen.compiled)}"
+    if chosen.bf16:
+        yield "bf16 (Strategy(amp=False) keeps fp32)"
+    if chosen.channels_last:
+        yield "channels last"
+    if chosen.padded:
+        yield f"padded {', '.join(chosen.padded)}"
+    if chosen.fused:
+        yield f"fused {', '.join(dict.fromkeys(chosen.fused.values()))}"
+    if chosen.graphs:
+        yield "CUDA graphs where the host holds up the step"
+
+
+def _what(names: tuple[str, ...]) -> str:
+    if names == (WHOLE,):
+        return "the whole model"
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    count = f"{len(names)} block{'' if len(names) == 1 else 's'}"
+    return f"{count} of {', '.join(f'{parent}.*' if parent else '*' for parent in parents)}"

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -18,7 +19,6 @@ from echelon.base.environment import REQUEUE
 from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure, first_cause, read_record
 from echelon.launcher.graceful_stop import GracefulStopMarkers, request_graceful_stop
-from echelon.launcher.interval import PollInterval
 from echelon.launcher.job import Job
 from echelon.launcher.orphan_reaper import OrphanReaper, end_sessions
 from echelon.launcher.rank_environment import RankEnvironment, forget_logs
@@ -50,6 +50,21 @@ class HostPreempted(Exception):
     def __init__(self, number: signal.Signals, goes_on: bool) -> None:
         super().__init__(number.name)
         self.number, self.goes_on = number, goes_on
+
+
+@dataclass
+class PollInterval:
+    """Limits how often an action runs in a faster loop: ``due`` returns True at most once per ``seconds``."""
+
+    seconds: float
+    last: float = 0.0
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now - self.last < self.seconds:
+            return False
+        self.last = now
+        return True
 
 
 class HostAgent(LocalElasticAgent):

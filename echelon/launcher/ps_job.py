@@ -29,14 +29,18 @@ from echelon.launcher.ps_roles import JobSession, ParameterServerRoles, server_e
 from echelon.launcher.rendezvous.messages import host_failure
 from echelon.launcher.rendezvous.open_rendezvous import WorkersStore
 from echelon.launcher.signals import StopNotice, signals_held
+from echelon.launcher.stall_plugin import process_state
 from echelon.launcher.startup_wait_plugin import StartupWaitPlugin
-from echelon.launcher.stopped_processes import StoppedProcesses
 from echelon.observability.runlog.events import note_beside
 
 #: Seconds for servers to end by themselves after all workers of the job have ended.
 FAREWELL = 10.0
 #: Seconds to wait for the end of the process that others lost contact with, so that its failure is reported.
 FIRST_CAUSE_WAIT = 5.0
+#: States of a process stopped by a signal or by a debugger; see proc(5).
+STOPPED = ("T", "t")
+#: Seconds between two checks after which this process was probably stopped itself, with the others: start over.
+BLIND = 5.0
 
 
 def create_ps_job(
@@ -69,6 +73,28 @@ def create_ps_job(
         standstill=StoppedProcesses(job.stall if job.on_stall == "end" else 0.0),
         waits=waits,
     )
+
+
+class StoppedProcesses:
+    """Detects processes that are stopped for too long: after SIGSTOP a process cannot report it itself.
+
+    limit:  seconds that a process may be stopped; 0: no limit
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._since: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def overdue(self, pids: Iterable[int]) -> list[int]:
+        """Return the processes that were stopped at every check for longer than the limit."""
+        if self.limit <= 0:
+            return []
+        now = time.monotonic()
+        known = self._since if now - self._looked < BLIND else {}
+        self._looked = now
+        self._since = {pid: known.get(pid, now) for pid in pids if process_state(pid) in STOPPED}
+        return [pid for pid, since in self._since.items() if now - since > self.limit]
 
 
 class ParameterServerJob:

@@ -34,7 +34,10 @@ class Objective:
     """The model and its loss as one function of a batch."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None, amp: Amp | None, device: torch.device) -> None:
-        self._model, self.loss, self._amp, self._device = model, loss, amp, device
+        self._model = model
+        self.loss = loss
+        self._amp = amp
+        self._device = device
         self._accepts = _accepted_names(model)
         self.outputs: StepOutputs | None = None  #: collects the model's outputs in a step with ``outputs=True``
         self._seen: SeenLoss | None = None

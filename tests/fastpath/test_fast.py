@@ -57,7 +57,7 @@ def test_on_a_gpu_everything_that_is_safe_is_on() -> None:
 def test_on_a_cpu_nothing_is_on_by_itself_and_nothing_is_said() -> None:
     chosen = decide(Fast(), None, with_traits(machine=DeviceCapabilities(), unset={}, convolutions=True))
     assert chosen == FastPathChoice()
-    assert list(startup_lines(chosen == []
+    assert list(startup_lines(chosen)) == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: FastPathTra
     everything = decide(asked, amp, TRANSFORMER)
     assert chosen.left_out.keys() == {part}
     assert chosen.left_out[part].startswith(reason)
-    assert f"fast: {part} left out: {chosen.left_out[part]}" in list(startup_lines(chosen
+    assert f"fast: {part} left out: {chosen.left_out[part]}" in list(startup_lines(chosen))
     field = {"compile": "compiled", "fused optimizers": "fused"}.get(part, part)
     assert not getattr(chosen, field)
     kept = {name: value for name, value in vars(everything).items() if name not in (field, "left_out")}
@@ -125,7 +125,7 @@ def test_odd_output_layers_padded_in_16_bits_without_compiler(
     """Odd output layers are padded where computation is in 16 bits and the compiler does not pad them."""
     chosen = decide(asked, amp, with_traits(odd=("head",), **changes))
     assert chosen.padded == (("head",) if padded else ())
-    assert any("padded head" in line for line in startup_lines(chosen is padded
+    assert any("padded head" in line for line in startup_lines(chosen)) is padded
     assert "padding" not in chosen.left_out
 
 

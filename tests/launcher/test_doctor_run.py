@@ -8,7 +8,8 @@ import sys
 import pytest
 from command import LIMIT, _clean_environment, echelon
 from harness import free_port
-from network import Network
+
+from benchmarks.support.network import Network
 
 
 def test_two_ranks_on_one_host_are_measured_and_told(tmp_path):

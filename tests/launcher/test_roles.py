@@ -29,8 +29,8 @@ from harness import free_port
 from members import members
 
 from echelon.checkpoint import Stored, find
+from echelon.launcher.ps_job import StoppedProcesses
 from echelon.launcher.stall_plugin import process_state
-from echelon.launcher.stopped_processes import StoppedProcesses
 
 #: A worker that knows its servers, and does nothing but talk to them.
 TALK = """

@@ -1,6 +1,6 @@
 """DGC and LocalSGD on real images: what they leave out of a step is not missing from what is learned.
 
-The whole matrix, trained to the end, is benchmarks/convergence.py, from which model, data and loop come.
+The whole matrix, trained to the end, is benchmarks/data_parallel/convergence.py, from which model, data and loop come.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from convergence import ROWS, Digits, data_folder, read_images, train
 from harness import run
 
 import echelon
+from benchmarks.data_parallel.convergence import ROWS, Digits, data_folder, read_images, train
 
 IMAGES, EPOCHS, SEEDS = 4000, 4, 2
 #: Percentage points between two means over SEEDS. One seed's difference to plain training has a standard deviation of

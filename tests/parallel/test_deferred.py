@@ -160,5 +160,5 @@ def test_a_backward_outside_is_refused() -> None:
     store, layer = WeightGradStore(), nn.Linear(4, 4)
     with defer_weight_grads(store):
         loss = layer(torch.randn(2, 4)).sum()
-    with pytest.raises(AssertionError, match="under deferring"):
+    with pytest.raises(AssertionError, match="under defer_weight_grads"):
         loss.backward()

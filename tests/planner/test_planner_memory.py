@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from harness import run
-from planner_memory_models import CASES
-from planner_memory_worker import measure
 
+from benchmarks.planner.planner_memory_models import CASES
+from benchmarks.planner.planner_memory_worker import measure
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import PredictedMemory

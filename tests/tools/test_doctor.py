@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 
 from echelon.base import network
 from echelon.base.network import NetworkRoute, Nic, route_to
-from echelon.tools.doctor import disk, facts
+from echelon.tools.doctor import disk
 from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.facts import CheckFailed, facts_of, masked, run_bounded, variables
+from echelon.tools.doctor.facts import (
+    CheckFailed,
+    capacity,
+    driver_version,
+    facts_of,
+    masked,
+    os_name,
+    ranges,
+    run_bounded,
+    variables,
+)
 from echelon.tools.doctor.findings import find_nic_problems, findings
 from echelon.tools.doctor.nics import (
     GLOO,
@@ -432,18 +442,18 @@ def test_a_container_with_a_quota_and_a_limit_has_only_these(tmp_path: Path) -> 
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 1024 kB\n")
-    found = facts.capacity(tmp_path)
+    found = capacity(tmp_path)
     assert (found["usable_cores"], found["usable_memory"], found["available_memory"]) == (1, 2**28, 2**20)
 
 
 def test_what_systems_write_is_read() -> None:
-    assert facts.os_name('NAME="x"\nPRETTY_NAME="Debian GNU/Linux 12"\n') == "Debian GNU/Linux 12"
+    assert os_name('NAME="x"\nPRETTY_NAME="Debian GNU/Linux 12"\n') == "Debian GNU/Linux 12"
     line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 1\n"
-    assert facts.driver_version(line) == "570.86.15"
+    assert driver_version(line) == "570.86.15"
     opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.51.03  Release Build\n"
-    assert facts.driver_version(opened) == "575.51.03"
-    assert facts.driver_version("") is None
-    assert facts.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert driver_version(opened) == "575.51.03"
+    assert driver_version("") is None
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 def test_a_clock_s_offset_lies_within_half_the_trip() -> None:

@@ -286,7 +286,7 @@ def test_a_number_above_0_implies_its_hook() -> None:
 
 
 def test_merged_gradients_take_several_turns_for_one_evaluation() -> None:
-    from echelon.zoo.train.hooks.every import EveryNSteps
+    from echelon.zoo.train.hooks.hook import EveryNSteps
 
     every = EveryNSteps(request(eval_every_n_iters=2), "eval_every_n_iters")
     assert [every.due(step) for step in (1, 2, 2, 3, 4, 4)] == [False, True, False, False, True, False]

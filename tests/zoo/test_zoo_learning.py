@@ -1,7 +1,7 @@
 """Models of the zoo learn real data, and learn it the same in every layout.
 
 What is learned is read from the last line of ``echelon train``: once of the real command, else of the same words on
-ranks of the harness, which start ten times as fast. Longer runs of the same are benchmarks/zoo_learning.py.
+ranks of the harness, which start ten times as fast. Longer runs of the same are benchmarks/zoo/zoo_learning.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ import pytest
 from harness import run
 from serving import served
 from training import train_here
-from zoo_learning import ADULT, DATA, MNIST, SHAKESPEARE, character_losses, easy_masked, here, split_words, train
+
+from benchmarks.zoo.zoo_learning import (
+    ADULT,
+    DATA,
+    MNIST,
+    SHAKESPEARE,
+    character_losses,
+    easy_masked,
+    here,
+    split_words,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -14,7 +14,7 @@ from echelon.base.errors import UsageError
 from echelon.cli.commands.train import help_text
 from echelon.cli.launcher_options import launcher_options
 from echelon.data import Repeated
-from echelon.zoo.train.hooks.hook_names import named_hooks
+from echelon.zoo.train.hooks.hooks import named_hooks
 from echelon.zoo.train.parameters import DEFAULT_HOOKS, PARAMETERS
 from echelon.zoo.train.rank_checks import check_ranks
 from echelon.zoo.train.resolve import TrainConfig, resolve

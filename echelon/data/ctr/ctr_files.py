@@ -55,7 +55,10 @@ class CtrFiles:
             label, texts(positive), tuple(numeric), pairs(categorical), transform, fill, tuple(missing), seed
         )
         self._layout.check()
-        self._format, self._names, self._delimiter, self._block_bytes = format, names, delimiter, block_bytes
+        self._format = format
+        self._names = names
+        self._delimiter = delimiter
+        self._block_bytes = block_bytes
         from echelon.data.ctr.parse import SkippedRows
 
         self._skipped, self._broken = SkippedRows(), broken

@@ -49,7 +49,10 @@ class TextBlockParser:
         quotes: bool,
         skipped: SkippedRows | None,
     ) -> None:
-        self._layout, self._names, self._tensors, self._skipped = layout, names, TensorBlockBuilder(layout), skipped
+        self._layout = layout
+        self._names = names
+        self._tensors = TensorBlockBuilder(layout)
+        self._skipped = skipped
         self._parsing = csv.ParseOptions(delimiter=delimiter, quote_char='"' if quotes else False)
         kinds = {name: pa.float32() for name in layout.columns} | {name: pa.binary() for name in layout.texts}
         self._converting = csv.ConvertOptions(

@@ -31,7 +31,10 @@ class MemoryCheckpointer:
         statistics: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self.where, self._world, self._keeper, self._company = where, world, keeper, company
+        self.where = where
+        self._world = world
+        self._keeper = keeper
+        self._company = company
         self._statistics, self._say = statistics, say
         self.copies: SnapshotWriter | None = None  #: None before the first step
 
@@ -80,6 +83,10 @@ class MemoryCheckpointer:
 
         limit = timedelta(seconds=self._world.timeout)
         return SnapshotWriter(
-            *(self.where, self._world, self._keeper, lambda: self._company.groups.new(backend="gloo", timeout=limit)),
-            *(self._statistics, self._say),
+            self.where,
+            self._world,
+            self._keeper,
+            new_group=lambda: self._company.groups.new(backend="gloo", timeout=limit),
+            statistics=self._statistics,
+            say=self._say,
         )

@@ -92,7 +92,10 @@ class SnapshotWriter:
         statistics: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._where, self._world, self._keeper, self._say = where, world, keeper, say
+        self._where = where
+        self._world = world
+        self._keeper = keeper
+        self._say = say
         self._new_group, self._statistics = new_group, statistics
         self._seq, self._step, self._stopped = 0, -1, False
         self._courier: Replicator | None = None
@@ -137,7 +140,10 @@ class SnapshotWriter:
             self._courier.close()
         for line in self._lines.values():
             line.close()
-        self._stopped, self._lines, self._targets, self._form = True, {}, [], None
+        self._stopped = True
+        self._lines = {}
+        self._targets = []
+        self._form = None
         if self._bank is not None:
             self._transfer.forget()
             self._bank.close()
@@ -215,9 +221,16 @@ class SnapshotWriter:
         line = self._lines.get(host)
         if line is None:
             line = self._lines[host] = self._where.call(host)
-        where, world = self._where, self._world
-        of = {"round": where.round, "engine": where.engine, "world": world.size, "rank": world.rank}
-        opened = line.ask("open", **of, room=room, nbytes=nbytes, table=[each.to_json() for each in table])
+        opened = line.ask(
+            "open",
+            round=self._where.round,
+            engine=self._where.engine,
+            world=self._world.size,
+            rank=self._world.rank,
+            room=room,
+            nbytes=nbytes,
+            table=[each.to_json() for each in table],
+        )
         self._unsettled.append((host, int(opened["bank"])))
         return line, opened
 

@@ -81,7 +81,10 @@ class StallDetector:
     """
 
     def __init__(self, store: Store, ranks: int, limit: float, *, ends: bool) -> None:
-        self._store, self._ranks, self._limit, self._ends = store, ranks, limit, ends
+        self._store = store
+        self._ranks = ranks
+        self._limit = limit
+        self._ends = ends
         self._silence, self._confirmed = min(SILENT, limit), min(CONFIRMED, limit / 2)
         self._heard = {rank: _RankLiveness() for rank in range(ranks)}
         self._stragglers = Stragglers()

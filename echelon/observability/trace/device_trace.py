@@ -106,8 +106,17 @@ def _span(event: dict[str, Any], phase: Span, message: CommRecord | None) -> Spa
         kind = "communicate" if "nccl" in event["name"].lower() else "kernel"
         return Span(name, kind, DEVICE, event["begin"], event["end"], phase.step, more=more)
     more |= {"key": message.key, "kernel": name, **({"at": message.at} if message.at else {})}
-    times = event["begin"], event["end"]
-    return Span(message.name, "communicate", DEVICE, *times, phase.step, message.bytes, message.ranks, more)
+    return Span(
+        name=message.name,
+        kind="communicate",
+        lane=DEVICE,
+        begin=event["begin"],
+        end=event["end"],
+        step=phase.step,
+        bytes=message.bytes,
+        ranks=message.ranks,
+        more=more,
+    )
 
 
 def _message(event: dict[str, Any], launch: dict[str, Any], sent: Sequence[CommRecord]) -> CommRecord | None:

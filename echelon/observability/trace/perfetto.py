@@ -82,9 +82,10 @@ def _steps(ranked: RankTrace) -> list[Span]:
     found = []
     for number in sorted({span.step for span in phases}):
         own = [span for span in phases if span.step == number]
-        times = min(span.begin for span in own), max(span.end for span in own)
+        begin, end = min(span.begin for span in own), max(span.end for span in own)
         whole = any(span.name == "update" for span in own)
-        found.append(Span(f"step {number}" + ("" if whole else ", cut short"), "other", HOST, *times, number))
+        name = f"step {number}" + ("" if whole else ", cut short")
+        found.append(Span(name, kind="other", lane=HOST, begin=begin, end=end, step=number))
     return found
 
 

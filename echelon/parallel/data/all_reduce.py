@@ -51,7 +51,10 @@ def sum_over(
 
 class _PlainAllReduce:
     def __init__(self, row: Tensor, group: dist.ProcessGroup, call: str, what: str) -> None:
-        self._row, self._group, self._call, self._what = row, group, call, what
+        self._row = row
+        self._group = group
+        self._call = call
+        self._what = what
         self._work: dist.Work | None = None
         self._options = dist.AllreduceOptions()  # a sum
         self._options.asyncOp = True
@@ -73,7 +76,10 @@ class _SixteenBitAllReduce:
     def __init__(
         self, row: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, number: int, call: str, what: str
     ) -> None:
-        self._group, self._tag, self._call, self._what = group, 2 * number, call, what
+        self._group = group
+        self._tag = 2 * number
+        self._call = call
+        self._what = what
         ranks, self._me = dist.get_world_size(group), dist.get_rank(group)
         length = max(-(-row.numel() // ranks), 1)
         self._chunks = [row[begin : begin + length] for begin in range(0, row.numel(), length)]

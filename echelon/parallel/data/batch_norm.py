@@ -101,7 +101,10 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         x, weight, bias, mean, var, total, eps, group, ctx.attend = args
         ctx.save_for_backward(x, weight, mean, var, total)
-        ctx.eps, ctx.group, ctx.idle, ctx.has_bias = eps, group, _idle, bias is not None
+        ctx.eps = eps
+        ctx.group = group
+        ctx.idle = _idle
+        ctx.has_bias = bias is not None
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
 
     @staticmethod

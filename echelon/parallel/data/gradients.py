@@ -57,8 +57,13 @@ class Gradients:
         census: Census,
         sums: Sequence[PartialGradientSum] = (),
     ) -> None:
-        self._plan, self._scaler, self._census, self._sums = plan, scaler, census, sums
-        self._parameters, self._held, self._reducers = parameters, held, reducers
+        self._plan = plan
+        self._scaler = scaler
+        self._census = census
+        self._sums = sums
+        self._parameters = parameters
+        self._held = held
+        self._reducers = reducers
         self._all = list({id(each): each for each in (*parameters.values(), *held.values())}.values())
         self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         self._compressors = {key: o for key, o in optimizers.items() if isinstance(o, SparseMomentum)}
@@ -187,7 +192,10 @@ class Gradients:
 
     def applied(self) -> None:
         """Reset the counts after the optimizer has used the gradients."""
-        self.merged, self.merged_samples, self._own_samples, self._stale = 0, 0.0, 0.0, True
+        self.merged = 0
+        self.merged_samples = 0.0
+        self._own_samples = 0.0
+        self._stale = True
         self.merged_rows, self.merged_loss = 0.0, 0.0
         self.weights = 0.0
         if self._final:
@@ -372,5 +380,11 @@ def backward_of(loss: Tensor, weight: Tensor | float) -> None:
         loss.backward(gradient)  # type: ignore[no-untyped-call]
         return
     Variable._execution_engine.run_backward(
-        *((loss,), (gradient,), False, False, ()), allow_unreachable=True, accumulate_grad=True
+        (loss,),
+        (gradient,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )

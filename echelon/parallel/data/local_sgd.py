@@ -40,7 +40,10 @@ class LocalSgdAverager:
         assert plan.local is not None
         self._settings: LocalSgd | AdaptiveLocalSgd = plan.local
         self._outer = plan.local.outer if isinstance(plan.local.outer, Outer) else None
-        self._model, self._optimizers, self._scaler, self._group = model, optimizers, scaler, group
+        self._model = model
+        self._optimizers = optimizers
+        self._scaler = scaler
+        self._group = group
         self._ranks, self._device = dist.get_world_size(group), next(model.parameters()).device
         named = dict(model.named_parameters())
         self._drifts = [

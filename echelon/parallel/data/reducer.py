@@ -72,7 +72,12 @@ class Reducer:
         dense = [bucket for bucket in mine if not bucket.sparse]
         self._buckets = [
             _Bucket(
-                *(bucket, parameters, plan, _carrier(plan, bucket, carriers), within), SEATS * (bucket is dense[-1])
+                bucket,
+                parameters,
+                plan,
+                group=_carrier(plan, bucket, carriers),
+                within=within,
+                seats=SEATS * (bucket is dense[-1]),
             )
             for bucket in dense
         ]
@@ -151,10 +156,10 @@ class _Bucket:
         self._slots = _views(self._row, self.parameters)
         self._scaled = plan.wire == "fp16"
         number = plan.buckets.index(bucket)
-        said = "sum of gradients", f"bucket {number} ({span(bucket.parameters)})"
-        self._sum = sum_over(self._row, plan.wire, group, number, *said)
+        call, what = "sum of gradients", f"bucket {number} ({span(bucket.parameters)})"
+        self._sum = sum_over(self._row, plan.wire, group, number=number, call=call, what=what)
         inside = within if bucket.compressed else None
-        self._sum_within = sum_over(self._row, None, inside, 0, *said) if inside else None
+        self._sum_within = sum_over(self._row, None, inside, call=call, what=what) if inside else None
         self._on_complete: Callable[[], None] = lambda: None
         self._under_way: AllReduce | None = None
         self._missing: list[int] = []

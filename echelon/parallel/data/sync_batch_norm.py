@@ -59,8 +59,17 @@ class BatchNormSync:
         """Return the result of ``F.batch_norm``; in training mode, with statistics over the batches of all replicas."""
         if not training or _is_weight(input):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        given = _whole(input), running_mean, running_var, weight, bias, momentum, eps
-        return batch_norm_over(self.group, *given, self._attend)
+        return batch_norm_over(
+            self.group,
+            _whole(input),
+            running_mean=running_mean,
+            running_var=running_var,
+            weight=weight,
+            bias=bias,
+            momentum=momentum,
+            eps=eps,
+            attend=self._attend,
+        )
 
     def say_once(self, line: str) -> None:
         if self.remark is not None:
@@ -124,8 +133,16 @@ class _SyncedBatchNorm(BatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # cumulative average
                 momentum = 1.0 / float(self.num_batches_tracked)
-        running = (self.running_mean, self.running_var) if track else (None, None)
-        return self.sharing.batch_norm(x, *running, self.weight, self.bias, True, momentum, self.eps)
+        return self.sharing.batch_norm(
+            x,
+            running_mean=self.running_mean if track else None,
+            running_var=self.running_var if track else None,
+            weight=self.weight,
+            bias=self.bias,
+            training=True,
+            momentum=momentum,
+            eps=self.eps,
+        )
 
 
 class _SyncedModule(nn.Module):

@@ -27,8 +27,8 @@ class WeightDelta:
         self._names, self._parameters = names, parameters
         self._snapshot = flatten(parameters)
         self._change = torch.zeros_like(self._snapshot)
-        said = "average of replicas", f"bucket {number} ({span(names)})"
-        self._sum = sum_over(self._change, wire, group, number, *said)
+        what = f"bucket {number} ({span(names)})"
+        self._sum = sum_over(self._change, wire, group, number=number, call="average of replicas", what=what)
         self._ranks = dist.get_world_size(group)
 
     @torch.no_grad()

@@ -218,7 +218,12 @@ def _cut(state: LowMemoryState, entries: int, first: int, on_host: bool) -> list
     for number, begin in enumerate(range(0, entries, PIECE), start=first):
         end = min(begin + PIECE, entries)
         blocks = slice(begin // BLOCK, -(-end // BLOCK))
-        codes = remainder[begin:end], first_codes[begin:end], second_codes[begin:end]
-        part = LowMemoryState(*codes, state.first_scale[blocks], state.second_scale[blocks])
+        part = LowMemoryState(
+            remainder=remainder[begin:end],
+            first=first_codes[begin:end],
+            second=second_codes[begin:end],
+            first_scale=state.first_scale[blocks],
+            second_scale=state.second_scale[blocks],
+        )
         pieces.append(StateChunk(number, begin, end, part, on_host))
     return pieces

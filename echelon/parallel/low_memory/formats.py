@@ -137,8 +137,13 @@ def update(weight: Tensor, grad: Tensor, state: LowMemoryState, rule: AdamStepSc
     for start in range(0, weight.numel(), AT_ONCE):
         end = min(start + AT_ONCE, weight.numel())
         blocks = slice(start // BLOCK, -(-end // BLOCK))
-        codes = state.remainder[start:end], state.first[start:end], state.second[start:end]
-        part = LowMemoryState(*codes, state.first_scale[blocks], state.second_scale[blocks])
+        part = LowMemoryState(
+            remainder=state.remainder[start:end],
+            first=state.first[start:end],
+            second=state.second[start:end],
+            first_scale=state.first_scale[blocks],
+            second_scale=state.second_scale[blocks],
+        )
         by_chance = chances(seed, start, end - start, weight.device)
         _update(weight[start:end], grad[start:end].float(), part, rule, by_chance)
 

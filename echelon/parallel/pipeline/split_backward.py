@@ -270,8 +270,19 @@ class _Convolution:
         return self._backward(gradient, input, weight, [False, True, bias])[1 : 2 + bias]
 
     def _backward(self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: list[bool]) -> list[Tensor]:
-        places = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups)
-        found = torch.ops.aten.convolution_backward(gradient, input, weight, [weight.shape[0]], *places, wanted)
+        found = torch.ops.aten.convolution_backward(
+            gradient,
+            input,
+            weight,
+            [weight.shape[0]],  # size of the bias
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,  # not transposed
+            (0,) * len(self.stride),  # output padding
+            self.groups,
+            wanted,
+        )
         return list(found)
 
 
@@ -325,8 +336,7 @@ def _embedding(
     if max_norm is None and not sparse:
         taken = _take_apart(store, _Embedding(padding_idx, scale_grad_by_freq), input, weight)
     if taken is None:
-        given = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        return _plainly(store, F.embedding, input, weight, *given)
+        return _plainly(store, F.embedding, input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return taken
 
 

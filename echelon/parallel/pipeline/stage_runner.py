@@ -80,7 +80,10 @@ class StageRunner:
         device: torch.device,
         defer: Callable[[], DeferredWeightGrads] | None = None,
     ) -> None:
-        self._call, self._recording, self._device, self._defer = call, recording, device, defer
+        self._call = call
+        self._recording = recording
+        self._device = device
+        self._defer = defer
         modules = dict(model.named_modules(remove_duplicate=False))
         self._units = {name: modules[name] for name in recording.units}
         self._plans = {stage: _StagePlan(recording, stage) for stage in stages}
@@ -120,7 +123,10 @@ class StageRunner:
         # If several stages are on this rank, outputs of units of one stage are known to the others.
         self._seen = {micro: {} for micro in range(len(micro_batches))} if len(self._plans) > 1 else {}
         self._deferred.clear()
-        self.losses, self.auxiliary, self.outputs, self.seen = {}, {}, {}, {}
+        self.losses = {}
+        self.auxiliary = {}
+        self.outputs = {}
+        self.seen = {}
 
     # ---- forward ----
 
@@ -268,8 +274,13 @@ class _Pass:
         loans: PlaceholderPool,
         seen: Seen | None,
     ) -> None:
-        self._plan, self._units, self._received, self._seen = plan, units, received, seen
-        self._outlook, self._glue, self._loans = outlook, glue, loans
+        self._plan = plan
+        self._units = units
+        self._received = received
+        self._seen = seen
+        self._outlook = outlook
+        self._glue = glue
+        self._loans = loans
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
         self.made: dict[str, Tensor] = {}  #: tensors that other stages need

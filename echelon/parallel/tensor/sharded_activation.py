@@ -43,7 +43,10 @@ class ShardedActivation:
     """
 
     def __init__(self, local: Tensor, along: int, sizes: Sizes, axis: SplitAxis, rows: Sizes | None = None) -> None:
-        self.local, self.sizes, self.axis, self.rows = local, sizes, axis, rows
+        self.local = local
+        self.sizes = sizes
+        self.axis = axis
+        self.rows = rows
         self.along = along % local.dim()
         self._whole: tuple[bool, Tensor] | None = None
 

@@ -81,7 +81,11 @@ class _ParamBucket:
         exchange: ShardCollectives,
         tag: int,
     ) -> None:
-        self._parameters, self._shards, self._rows, self._exchange, self._tag = parameters, shards, rows, exchange, tag
+        self._parameters = parameters
+        self._shards = shards
+        self._rows = rows
+        self._exchange = exchange
+        self._tag = tag
 
     @torch.no_grad()
     def begin(self) -> Arrival:

@@ -215,8 +215,16 @@ class ParamGatherer:
             return None
         use.notes += 1
         shard = self._shard_of[id(parameter)]
-        place = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return _SavedWeight(use, parameter, shard, shard._version, tensor.dtype, *place)
+        return _SavedWeight(
+            use,
+            parameter,
+            shard,
+            version=shard._version,
+            dtype=tensor.dtype,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
 
     def _unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):

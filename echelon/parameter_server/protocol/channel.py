@@ -339,7 +339,10 @@ class HeartbeatSender:
         links: Sequence[ServerChannel] = (),
         hear: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
-        self._worker, self._security, self._every, self._hear = worker, security, every, hear
+        self._worker = worker
+        self._security = security
+        self._every = every
+        self._hear = hear
         self._links = {link.endpoint: link for link in links}
         self._connections: dict[str, FlightConnection] = {}
         self._heard = dict.fromkeys(endpoints, time.monotonic())

@@ -27,7 +27,10 @@ class UpdateMode:
     """Base class of the update modes. ``version`` counts applied steps in sync mode, applied pushes in the others."""
 
     def __init__(self, job: JobSpec, store: ServerStore, members: JobWorkers, on_step: Callable[[], None]) -> None:
-        self.job, self.store, self.members, self.on_step = job, store, members, on_step
+        self.job = job
+        self.store = store
+        self.members = members
+        self.on_step = on_step
         self.version = 0
         self.frozen = False  #: a worker is joining: nothing is applied until all servers know the worker
         self.staleness = Staleness()

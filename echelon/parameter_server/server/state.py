@@ -79,7 +79,10 @@ class ServerState:
         self.reason = ""  #: why the server ends, for requests that wait
         self.keeper: PersistenceProtocol | None = None
         self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
-        self._directory, self._keep, self._clock, self._wall = directory, keep, clock, wall
+        self._directory = directory
+        self._keep = keep
+        self._clock = clock
+        self._wall = wall
         self._changes = _changes(self)
 
     def install(self, job: JobSpec) -> None:

@@ -64,7 +64,10 @@ class GeoWorker:
     """The local copies of a worker in geo mode, and their exchange with the servers."""
 
     def __init__(self, client: ParameterServerClient, blocks: DenseBlockBuffers, workers: int, every: int) -> None:
-        self._client, self._blocks, self._workers, self._every = client, blocks, workers, every
+        self._client = client
+        self._blocks = blocks
+        self._workers = workers
+        self._every = every
         self._specs = {spec.name: spec for spec in client.job.tables}
         self.steps = 0  #: since the last exchange
         self._clock: dict[str, int] = dict.fromkeys(self._specs, 0)  # updates of each table, for rules that use it

@@ -121,7 +121,10 @@ class SparseLookup:
     def begin(self, batch: Any, dense: bool) -> None:
         """Start a step on ``batch`` and receive its rows, from a prefetch if there is one."""
         self._leaves = _tensors(batch)
-        self._asked, self.in_step, self.values, self.moment = [], True, [], None
+        self._asked = []
+        self.in_step = True
+        self.values = []
+        self.moment = None
         asked = self._asked_ahead(self._views_of(self._leaves), dense)
         if asked.pulled is not None:
             self._asked.append(asked)

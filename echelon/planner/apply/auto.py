@@ -25,7 +25,7 @@ from echelon.data import Loader
 from echelon.data.sampling import batches_of
 from echelon.distributed.collectives import gather_json, json_to_tensor, tensor_to_json
 from echelon.distributed.world import World
-from echelon.fastpath.saved_plan_policy import with_units
+from echelon.fastpath.inspect import choose_for_saved_plan
 from echelon.nn.moe import MoE
 from echelon.parallel.objective import LossFunction, as_batch, count_samples
 from echelon.plan import Plan
@@ -96,7 +96,11 @@ class AutoPlanner:
         fast: bool = True,
     ) -> None:
         self._fast = fast
-        self._auto, self._world, self._model, self._loss, self._optimizers = auto, world, model, loss, optimizers
+        self._auto = auto
+        self._world = world
+        self._model = model
+        self._loss = loss
+        self._optimizers = optimizers
 
     def by_sample(self, engine: Engine, batch: Any) -> None:
         """Choose a plan from a batch as one rank gets it, if loaders will distribute the data."""
@@ -137,7 +141,7 @@ class AutoPlanner:
         place = self._world.place
         plan, marks = realize(saved, self._model, self._optimizers, self._world.size, place.local_world_size)
         if self._fast:
-            plan = with_units(plan, saved, self._world, self._model, self._optimizers)
+            plan = choose_for_saved_plan(plan, saved, self._world, self._model, self._optimizers)
         engine.begin(plan, marks, batch if plan.mesh.get("stage", 1) > 1 else None, saved)
 
     def _total(self, samples: int) -> int:

@@ -85,7 +85,10 @@ class CostModel:
     def __init__(
         self, profile: ProfileLike, cluster: Cluster, system: System = ECHELON, optimizer: str = "adam"
     ) -> None:
-        self.profile, self.cluster, self.system, self.optimizer = profile, cluster, system, optimizer
+        self.profile = profile
+        self.cluster = cluster
+        self.system = system
+        self.optimizer = optimizer
         self.units = UnitCosts(profile, system)
         self.update_bytes = {amp: system.update_bytes(optimizer, amp) for amp in (None, "bf16", "fp16")}
         self._placements: dict[Hashable, MeshPlacement] = {}
@@ -169,7 +172,10 @@ class _Replica:
         simulate: bool,
         events: bool,
     ) -> None:
-        self.costs, self.draft, self.placement, self.kind = costs, draft, placement, kind
+        self.costs = costs
+        self.draft = draft
+        self.placement = placement
+        self.kind = kind
         self.system = costs.system
         self.setting = CostSetting(draft.micro_batch * kind.share, draft.split, draft.amp, draft.compile)
         self.bounds = [0, *draft.cuts, len(costs.profile.names)]
@@ -203,9 +209,15 @@ class _Replica:
         b, w, b_host, each = b + adding, w + adding, b_host + adding_host, self._each_pass()
         sent = self._packing()
         return StageTimes(
-            *(f, b, w + apart / 4, replay, split_forward, split_backward, norm),
-            np.maximum(0.0, f_host - f - split_forward) + each + apart / 2 + sent,
-            np.maximum(0.0, b_host - b - replay - split_backward) + each + apart / 2 + np.roll(sent, 1),
+            forward=f,
+            backward=b,
+            for_weights=w + apart / 4,
+            replay=replay,
+            split_forward=split_forward,
+            split_backward=split_backward,
+            norm=norm,
+            forward_host=np.maximum(0.0, f_host - f - split_forward) + each + apart / 2 + sent,
+            backward_host=np.maximum(0.0, b_host - b - replay - split_backward) + each + apart / 2 + np.roll(sent, 1),
         )
 
     def _taken_apart(self, host: Array) -> Array:

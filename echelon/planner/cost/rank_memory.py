@@ -179,7 +179,10 @@ class _RankMoments:
     def __init__(
         self, facts: RankMemoryInputs, stages: Sequence[StageMemory], twice: float, batch: float, firsts: Sequence[int]
     ) -> None:
-        self._facts, self._stages, self._batch, self._firsts = facts, stages, batch, firsts
+        self._facts = facts
+        self._stages = stages
+        self._batch = batch
+        self._firsts = firsts
         draft, system = facts.draft, facts.system
         trained = sum(one.trained for one in stages) - twice
         held_here = sum(one.weight_bytes for one in stages) / 4 - twice

@@ -136,8 +136,8 @@ def _of_one_pool(pool: DevicePool, bounds: MeshBounds) -> Iterator[CandidateMesh
         for stage in _stages(len(pool) // split, bounds):
             for replicate in _replicates(len(pool) // (split * stage), bounds):
                 order = () if isinstance(pool.ranks, range) else _listed(pool.ranks[: replicate * stage * split])
-                kinds = ((pool.device,) * stage, ((replicate, pool.device),))
-                yield CandidateMesh(replicate, stage, split, *kinds, order=order)
+                stages, replicas = (pool.device,) * stage, ((replicate, pool.device),)
+                yield CandidateMesh(replicate, stage, split, stages=stages, replicas=replicas, order=order)
 
 
 def _splits(in_host: int, most: int, bounds: MeshBounds) -> list[int]:

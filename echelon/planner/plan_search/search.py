@@ -105,26 +105,24 @@ class PlanGroup:
     micro_batches: int
 
 
+@dataclass(eq=False)
 class PlanSearch:
     """The state of one search."""
 
-    def __init__(
-        self,
-        profile: ProfileLike,
-        cluster: Cluster,
-        batch: int,
-        allow: tuple[str, ...],
-        optimizer: str,
-        system: System,
-        fixed: Mapping[str, Any],
-        devices: int | None = None,
-    ) -> None:
-        self.profile, self.cluster, self.batch, self.devices = profile, cluster, batch, devices
-        self.allow, self.optimizer, self.system, self.fixed = allow, optimizer, system, fixed
-        self.costs = CostModel(profile, cluster, system, optimizer)
-        self.tailor = DraftBuilder(self.costs, batch, fixed)
-        units = len(profile.names)
-        self.means = AllowedTechniques(units, optimizer, (None,), frozenset(allow), fixed)
+    profile: ProfileLike
+    cluster: Cluster
+    batch: int
+    allow: tuple[str, ...]
+    optimizer: str
+    system: System
+    fixed: Mapping[str, Any]
+    devices: int | None = None
+
+    def __post_init__(self) -> None:
+        self.costs = CostModel(self.profile, self.cluster, self.system, self.optimizer)
+        self.tailor = DraftBuilder(self.costs, self.batch, self.fixed)
+        units = len(self.profile.names)
+        self.means = AllowedTechniques(units, self.optimizer, (None,), frozenset(self.allow), self.fixed)
         self.means.check()
         self.means = dataclasses.replace(self.means, amps=self._amps())
         self.layers = commonest(self.costs.units.sheet(1, 1, None).units)
@@ -134,7 +132,7 @@ class PlanSearch:
         self._counter = itertools.count()
         self._frugal: dict[object, bool] = {}
         self._least_counts: dict[object, int] = {}
-        self.in_host = max(pool.in_host for pool in find_pools(cluster, devices))
+        self.in_host = max(pool.in_host for pool in find_pools(self.cluster, self.devices))
 
     def answer(self, keep: int) -> SearchResult:
         from echelon.planner.plan_search.infeasible import nearest_plan

@@ -19,7 +19,11 @@ class ReferenceAttention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, dropout: float, causal: bool, fused: bool) -> None:
         super().__init__()
-        self.heads, self.width, self.dropout, self.causal, self.fused = heads, hidden // heads, dropout, causal, fused
+        self.heads = heads
+        self.width = hidden // heads
+        self.dropout = dropout
+        self.causal = causal
+        self.fused = fused
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.project = nn.Linear(hidden, hidden)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.tools.doctor.bounded_check import Facts
+from echelon.tools.doctor.facts import Facts
 
 _PIECE = 2**22
 #: Bytes written and read back, and number of small writes with fsync.

@@ -1,4 +1,4 @@
-"""Data of the doctor's report, from which the findings and the text are made."""
+"""Data of the doctor's report: the facts about a job, and the findings derived from them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.tools.doctor.bounded_check import FAILED, Facts
-from echelon.tools.doctor.host_facts import host_nics, name_of
-from echelon.tools.doctor.wrong_nic import GLOO, NCCL, HostNics
+from echelon.base.network import Nic
+from echelon.tools.doctor.facts import FAILED, Facts
+from echelon.tools.doctor.nics import GLOO, NCCL, HostNics, NicChoice
 
 
 @dataclass
@@ -74,3 +74,34 @@ class DoctorReport:
 
     def _node(self, rank: int) -> int:
         return int(self.ranks[rank]["node"])
+
+
+def host_nics(host: Facts) -> HostNics:
+    """Return the network interfaces of a host from its facts."""
+    found = host["network"]
+    return HostNics(
+        name_of(host),
+        [Nic(**nic) for nic in found.get("nics", [])],
+        [NicChoice(**choice) for choice in found.get("choices", [])],
+    )
+
+
+def name_of(host: Facts) -> str:
+    return str(host["system"].get("name", "?"))
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    sentence: str
+    #: True: a job will fail or hang; False: a job may be slow, or fail later
+    wrong: bool = False
+
+    @property
+    def mark(self) -> str:
+        return "x" if self.wrong else "!"
+
+
+def listed(words: list[str], most: int = 6) -> str:
+    """Join words to a text such as ``a, b and 3 more``."""
+    rest = len(words) - most
+    return ", ".join(words) if rest <= 0 else f"{', '.join(words[:most])} and {rest} more"

@@ -20,14 +20,18 @@ from typing import Any
 from echelon.base import network
 from echelon.base.environment import DOCTOR_RESULT, RESTART_COUNT, RankInfo, detect_rank_info
 from echelon.base.errors import PeerLost
-from echelon.tools.doctor import clock_offset, device_facts, disk
-from echelon.tools.doctor.bounded_check import FAILED, Facts, facts_of
+from echelon.tools.doctor import disk
 from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.host_facts import host_facts, routes
-from echelon.tools.doctor.reachability import ProbeListeners, probe_hosts
+from echelon.tools.doctor.facts import FAILED, Facts, device_facts, device_speeds, facts_of, host_facts, routes
+from echelon.tools.doctor.findings import findings, nic_findings
+from echelon.tools.doctor.nics import ProbeListeners, probe_hosts
 from echelon.tools.doctor.report_text import text_of
-from echelon.tools.doctor.store_messages import MessageStore, open_message_store
-from echelon.tools.doctor.verdicts import findings, nic_findings
+from echelon.tools.doctor.store_messages import (
+    MessageStore,
+    answer_clock_requests,
+    measure_clock_offset,
+    open_message_store,
+)
 
 #: Limits in seconds: to reach the store; for others to import torch; for a host to finish a step; for the whole run.
 STORE, START, STEP, WHOLE = 15.0, 30.0, 60.0, 400.0
@@ -86,7 +90,7 @@ class Examination:
         return self._end()
 
     def _describe(self) -> Facts:
-        return {"node": self._node, **facts_of(partial(device_facts.describe, self._place), DEVICE)}
+        return {"node": self._node, **facts_of(partial(device_facts, self._place), DEVICE)}
 
     # ---- steps of a leader ----
 
@@ -132,9 +136,9 @@ class Examination:
 
     def _clock(self) -> Facts:
         if self._first:
-            clock_offset.answer_all(self._board, self._others)
+            answer_clock_requests(self._board, self._others)
             return {}
-        return {"clock": clock_offset.ask(self._board, self._node, STEP)}
+        return {"clock": measure_clock_offset(self._board, self._node, STEP)}
 
     def _disk(self, directory: Path) -> Facts:
         found = facts_of(partial(disk.room, directory), DISK)
@@ -158,7 +162,7 @@ class Examination:
         if self._asked.quick:
             return
         self._board.get("looked", WHOLE)  # all ranks measure at the same time, as in training
-        self._board.put(f"speeds/{self._place.rank}", facts_of(partial(device_facts.speeds, self._place), DEVICE))
+        self._board.put(f"speeds/{self._place.rank}", facts_of(partial(device_speeds, self._place), DEVICE))
         if self._first:
             for rank, facts in self._board.gather("speeds", self._report.ranks, DEVICE + STEP).items():
                 self._report.ranks[rank]["speeds"] = facts

@@ -1,15 +1,18 @@
-"""Findings of the doctor: present and possible problems, derived from the facts, with advice."""
+"""Findings of the doctor: present and possible problems, derived from the facts, with advice.
+
+A wrong interface, which other hosts do not reach, is a common cause of a silent hang.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from echelon.base.environment import LOOPBACK
-from echelon.tools.doctor.bounded_check import FAILED
-from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.finding import DoctorFinding, listed
+from echelon.base.network import Nic
+from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport, listed
+from echelon.tools.doctor.facts import FAILED
+from echelon.tools.doctor.nics import REACHED, HostNics, NicChoice
 from echelon.tools.doctor.slowness import slow_findings
-from echelon.tools.doctor.wrong_nic import find_nic_problems
 
 GIB = 1024.0**3
 #: Bytes of shared memory, memory per rank and disk space below which jobs often fail later.
@@ -23,6 +26,8 @@ BUSY = 1.0
 OCCUPIED = 0.2
 #: Versions that should be equal on all hosts. True: a difference is an error (NCCL refuses or hangs, or plans differ).
 _ALIKE = {"torch": True, "nccl": True, "echelon": True, "cuda": False, "driver": False, "python": False}
+#: By source host, target host and interface of the target: ``REACHED``, or the reason for failure.
+Knocks = Mapping[int, Mapping[int, Mapping[str, str]]]
 
 
 def findings(report: DoctorReport) -> list[DoctorFinding]:
@@ -31,8 +36,98 @@ def findings(report: DoctorReport) -> list[DoctorFinding]:
     return sorted(dict.fromkeys(found), key=lambda one: not one.wrong)
 
 
+# Interfaces of hosts
+
+
 def nic_findings(report: DoctorReport) -> list[DoctorFinding]:
     return find_nic_problems(report.nics_by_host(), report.knocks, report.used)
+
+
+def find_nic_problems(hosts: Mapping[int, HostNics], knocks: Knocks, used: Sequence[str]) -> list[DoctorFinding]:
+    """Return the findings about interfaces.
+
+    used: variables of the libraries that the job uses
+    """
+    found = _closed(hosts, knocks)
+    if len(hosts) == 1:
+        return [one for host in hosts.values() for one in _missing(host, [], used)]
+    for number, host in hosts.items():
+        callers = [other for other in hosts if other != number and not _walled(knocks, other, number)]
+        good = [nic for nic in host.nics if callers and not _deaf(knocks, callers, number, nic.name)]
+        found += _missing(host, good, used)
+        for choice in host.choices:
+            if choice.said is None and choice.variable not in used:
+                continue
+            if choice.nic and (deaf := _deaf(knocks, callers, number, choice.nic)):
+                names = [hosts[other].name for other in deaf]
+                found.append(_unreachable(host, choice, names, good, choice.variable in used))
+    return found
+
+
+def _closed(hosts: Mapping[int, HostNics], knocks: Knocks) -> list[DoctorFinding]:
+    """Return findings for pairs of hosts between which no interface can be reached at all."""
+    found = []
+    for source, target in ((a, b) for a in hosts for b in hosts if a != b and _walled(knocks, a, b)):
+        why = [
+            f"{nic.name} {nic.address}: {knocks[source][target][nic.name]}"
+            for nic in hosts[target].nics
+            if nic.name in knocks[source][target] and nic.name != "lo"
+        ]
+        found.append(
+            DoctorFinding(
+                f"host {hosts[source].name} cannot connect to a fresh port of host {hosts[target].name} "
+                f"({listed(why) or 'it has no address'}); Gloo and NCCL take ports as they come: open all ports "
+                "between these hosts in the firewall, or the security group. This is the hang at the first collective",
+                wrong=True,
+            )
+        )
+    return found
+
+
+def _walled(knocks: Knocks, source: int, target: int) -> bool:
+    answers = knocks.get(source, {}).get(target)
+    return answers is not None and REACHED not in answers.values()
+
+
+def _deaf(knocks: Knocks, callers: Sequence[int], target: int, nic: str) -> list[int]:
+    """Return the callers that do not reach interface ``nic`` of host ``target``."""
+    return [one for one in callers if knocks.get(one, {}).get(target, {}).get(nic, REACHED) != REACHED]
+
+
+def _missing(host: HostNics, good: Sequence[Nic], used: Sequence[str]) -> list[DoctorFinding]:
+    there = listed([f"{nic.name} ({nic.address})" for nic in host.nics if nic.address])
+    return [
+        DoctorFinding(
+            f"host {host.name}: {choice.variable}={choice.said} names no interface that is there and up; there are "
+            f"{there}{_remedy(choice, good)}",
+            wrong=choice.variable in used,
+        )
+        for choice in host.choices
+        if choice.nic is None and choice.said is not None
+    ]
+
+
+def _unreachable(host: HostNics, choice: NicChoice, names: list[str], good: Sequence[Nic], used: bool) -> DoctorFinding:
+    hang = ". This is the hang at the first collective" if used else f"; this job does not use {choice.variable[:4]}"
+    return DoctorFinding(
+        f"host {host.name}: {choice.words} cannot be reached from host {listed(names)}"
+        f"{_remedy(choice, good) or '; no interface of it is reached by all: look at the routes'}{hang}",
+        wrong=used,
+    )
+
+
+def _remedy(choice: NicChoice, good: Sequence[Nic]) -> str:
+    real = [nic for nic in good if nic.name != "lo"] or list(good)
+    if not real:
+        return ""
+    nic = real[0]
+    return (
+        f"; the interface that can is {nic.name} ({nic.address}): export {choice.variable}={nic.name}, "
+        f"or echelon run --nic {nic.name}"
+    )
+
+
+# Hosts and ranks
 
 
 def _absent(report: DoctorReport) -> Iterator[DoctorFinding]:

@@ -6,10 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from echelon.tools.doctor.bounded_check import FAILED, Facts
-from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.finding import DoctorFinding
-from echelon.tools.doctor.reachability import REACHED
+from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport
+from echelon.tools.doctor.facts import FAILED, Facts
+from echelon.tools.doctor.nics import REACHED
 from echelon.tools.doctor.slowness import DISK, RANK, disk_speeds, rank_speeds, slow_hosts, slow_ones, slow_pairs
 
 WIDTH = 98

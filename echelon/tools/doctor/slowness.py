@@ -1,16 +1,18 @@
-"""Detection of ranks, rank pairs and disks that are far slower than the others."""
+"""Detection of ranks, rank pairs and disks that are far slower than the median of the others."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from echelon.tools.doctor.bounded_check import Facts
-from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.finding import DoctorFinding, listed
-from echelon.tools.doctor.outliers import slow
+from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport, listed
+from echelon.tools.doctor.facts import Facts
+
+K = TypeVar("K", bound=Hashable)
+#: Factor from the median beyond which a value is an outlier.
+FAR = 1.5
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,20 @@ RANK = (
 )
 PAIR = (SpeedMetric("latency", "latency", False), SpeedMetric("bandwidth", "bandwidth"))
 DISK = (SpeedMetric("write", "writing"), SpeedMetric("read", "reading"), SpeedMetric("fsync", "fsync", False))
+
+
+def slow(values: Mapping[K, float], *, more_is_better: bool) -> dict[K, float]:
+    """Return the factor from the median for each value that is worse than the median by more than ``FAR``."""
+    if len(values) < 2:
+        return {}
+    middle = statistics.median(values.values())
+    if middle <= 0:
+        return {}
+    factors = {
+        key: (middle / value if value else float("inf")) if more_is_better else value / middle
+        for key, value in values.items()
+    }
+    return {key: factor for key, factor in factors.items() if factor > FAR}
 
 
 def slow_ones(

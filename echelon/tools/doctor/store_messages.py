@@ -1,4 +1,7 @@
-"""Messages between ranks before they join torch.distributed: JSON values in the launcher's store."""
+"""Messages between ranks before they join torch.distributed, and the clock offset between hosts measured by them.
+
+Messages are JSON values in the launcher's store.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from echelon.base.environment import RESTART_COUNT, RankInfo
 from echelon.base.errors import PeerLost
+from echelon.tools.doctor.facts import Facts
+
+#: Round trips for one clock offset; seconds to wait for one message of it.
+_ROUNDS, _PATIENCE = 6, 10.0
 
 
 class MessageStore:
@@ -72,3 +79,42 @@ def open_message_store(place: RankInfo, seconds: float, attempt: str) -> Message
             f"within {seconds:g} s; is that address reachable from here, and no firewall in between?"
         ) from None
     return MessageStore(PrefixStore(f"{RESTART_COUNT}-{attempt}/doctor", store))
+
+
+# Clock offset
+
+
+def answer_clock_requests(board: MessageStore, hosts: Iterable[int]) -> None:
+    """Answer the time requests of all other hosts in turn, on the first host."""
+    for host in hosts:
+        for turn in range(_ROUNDS):
+            hear = board.soon if turn else board.get
+            if hear(f"clock/{host}/{turn}/asked", _PATIENCE) is None:
+                break
+            board.put(f"clock/{host}/{turn}/told", time.time())
+
+
+def measure_clock_offset(board: MessageStore, host: int, patience: float) -> Facts:
+    """Return the seconds by which this host's clock is ``ahead`` of the first host's.
+
+    The uncertainty ``within`` is half of the quickest round trip.
+    """
+    found: list[tuple[float, float]] = []
+    for turn in range(_ROUNDS):
+        start, since = time.time(), time.perf_counter()
+        board.put(f"clock/{host}/{turn}/asked", True)
+        told = (
+            board.soon(f"clock/{host}/{turn}/told", _PATIENCE)
+            if turn
+            else board.get(f"clock/{host}/{turn}/told", patience)
+        )
+        if told is None:
+            return {"failed": "the first host did not tell the time"}
+        found.append(clock_offset(start, time.perf_counter() - since, float(told)))
+    within, ahead = min(found)
+    return {"ahead": ahead, "within": within}
+
+
+def clock_offset(asked: float, trip: float, told: float) -> tuple[float, float]:
+    """Return (uncertainty, seconds ahead): the answer was given at some time during the round trip."""
+    return trip / 2, asked + trip / 2 - told

@@ -13,8 +13,7 @@ import torch
 from echelon.base.config import require, strict
 from echelon.base.errors import UsageError
 from echelon.fastpath.inspect import requested_fast_path, traits_of, with_fast_path
-from echelon.fastpath.policy import decide
-from echelon.fastpath.traits import DeviceCapabilities
+from echelon.fastpath.policy import DeviceCapabilities, decide
 from echelon.plan import Plan, make_plan
 from echelon.plan.draft import Draft
 from echelon.plan.partition import balance_stages
@@ -89,8 +88,17 @@ class JobPlanner:
     def plan(self, job: TrainingJob) -> Plan:
         """Return the plan that every rank would make for the job, including its stages."""
         model = self._profile.model
-        given = (self._optimizers, job.strategy, job.procs, job.procs, job.marks, job.slices, job.mesh)
-        plan = self._quickened(make_plan(model, *given), job)
+        plan = make_plan(
+            model,
+            self._optimizers,
+            job.strategy,
+            ranks=job.procs,
+            ranks_per_host=job.procs,
+            marks=job.marks,
+            cluster=job.slices,
+            mesh=job.mesh,
+        )
+        plan = self._quickened(plan, job)
         if job.saved is not None:
             whole = complete_saved_plan(plan, job.saved, model)
             plan = dataclasses.replace(whole, recompute=plan.recompute or whole.recompute)

@@ -83,9 +83,15 @@ class ReportPlanner:
         return self._search(cluster, batch, 1)
 
     def _search(self, cluster: Cluster, batch: int, keep: int) -> SearchResult:
-        allow, optimizer = self.asked.allow, self.optimizer
-        where = self.source.profile, cluster
-        return search(*where, batch=batch, allow=allow, optimizer=optimizer, system=self.system, keep=keep)
+        return search(
+            self.source.profile,
+            cluster,
+            batch=batch,
+            allow=self.asked.allow,
+            optimizer=self.optimizer,
+            system=self.system,
+            keep=keep,
+        )
 
     def again(self, draft: Draft, cluster: Cluster) -> SearchResult:
         """Return a search result whose best plan is the given draft.
@@ -123,8 +129,7 @@ class ReportPlanner:
         return PlanChoice(choice.draft, dataclasses.replace(choice.prediction, events=timed.events))
 
     def _predict(self, draft: Draft, cluster: Cluster, *, events: bool) -> Prediction:
-        given = self.source.profile, cluster, draft
-        return predict(*given, system=self.system, optimizer=self.optimizer, events=events)
+        return predict(self.source.profile, cluster, draft, system=self.system, optimizer=self.optimizer, events=events)
 
 
 def _save(path: str, choice: PlanChoice, asked: PlanOptions, source: ModelSource) -> None:

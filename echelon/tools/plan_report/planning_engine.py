@@ -72,7 +72,10 @@ class PlanningEngine:
         from echelon.api.distribute import distribute
         from echelon.observability.metrics import Log
 
-        self._question, self._model, self._optimizer, self._loss = question, model, optimizer, loss
+        self._question = question
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
         self._engine = distribute(model, optimizer=optimizer, loss=loss, scheduler=scheduler, log=Log(console=False))
 
     def __getattr__(self, name: str) -> Any:

@@ -168,7 +168,10 @@ class LoopReplayer:
         device: torch.device,
         order: Callable[[int], int] | None = None,
     ) -> None:
-        self._question, self._kinds, self._replicas, self._device = question, kinds, replicas, device
+        self._question = question
+        self._kinds = kinds
+        self._replicas = replicas
+        self._device = device
         self._order = order or (lambda number: number)
         self._at, self._event, self.quiet = 0, 0, False
         self._rows: list[int | None] = [None] * replicas

@@ -106,8 +106,13 @@ class VerifyReplayer(VerifyObserver):
         self._begin(engine)
         self._accumulation = self._find_accumulation()
         order = self._accumulation.event if self._accumulation is not None else None
-        told = self._told["events"], self._told["replicas"]
-        self._loop = LoopReplayer(self.question, *told, engine.world.device, order)
+        self._loop = LoopReplayer(
+            self.question,
+            kinds=self._told["events"],
+            replicas=self._told["replicas"],
+            device=engine.world.device,
+            order=order,
+        )
         self._listening.enter_context(self.listening(engine))
         LoopInputMode(self._loop, self.question.wide).open()
 

@@ -50,8 +50,15 @@ def _table(verdict: Verdict) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     for row in verdict.rows:
         which = [row.optimizer or "all"] if several else []
-        losses = (f"{row.loss:.7g}", f"{row.reference:.7g}", size(row.difference))
-        table.add_row(str(row.step), *which, *losses, _named(row.gradient), _named(row.weight))
+        table.add_row(
+            str(row.step),
+            *which,
+            f"{row.loss:.7g}",
+            f"{row.reference:.7g}",
+            size(row.difference),
+            _named(row.gradient),
+            _named(row.weight),
+        )
     return table
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from echelon.observability.runlog.log_files import is_record
-from echelon.zoo.train.hooks.evaluation import FILE as EVALUATIONS
+from echelon.zoo.train.hooks.built_in import EVALUATIONS
 from echelon.zoo.train.resolve import TrainConfig
 
 

@@ -1,4 +1,4 @@
-"""Hook: base class of actions of a run besides training, also for user-defined hooks."""
+"""Hook: base class of actions of a run besides training, also for user-defined hooks; EveryNSteps: their period."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from echelon.base.errors import UsageError
 from echelon.data import Loader
 from echelon.engine.engine import Engine
 from echelon.zoo.entry import Data, Request
@@ -72,3 +73,28 @@ class Hook:
 
     def end(self, run: HookContext) -> None:
         """Finish the hook; called after the last step, unless an error ended training."""
+
+
+class EveryNSteps:
+    """The period that a parameter sets, in steps; 0 means never.
+
+    With gradient accumulation a step takes several calls; the action is due only once.
+    """
+
+    def __init__(self, request: Request, parameter: str) -> None:
+        self.steps = steps_of(request, parameter)
+        self._last = 0
+
+    def due(self, step: int) -> bool:
+        if not self.steps or step % self.steps or step <= self._last:
+            return False
+        self._last = step
+        return True
+
+
+def steps_of(request: Request, parameter: str) -> int:
+    """Return the value of a parameter that is a number of steps; raise UsageError if it is negative."""
+    steps: int = request[parameter]
+    if steps < 0:
+        raise UsageError(f"--{parameter} {steps} is no number of steps; give 1 or more, or 0 for none")
+    return steps

@@ -17,8 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from echelon.base.errors import UsageError
 from echelon.observability.trace.trace_files import FOLDER
 from echelon.observability.trace.trace_session import TraceSession
-from echelon.zoo.train.hooks.every import steps_of
-from echelon.zoo.train.hooks.hook import Hook, HookContext
+from echelon.zoo.train.hooks.hook import Hook, HookContext, steps_of
 
 
 class ProfilerHook(Hook):
