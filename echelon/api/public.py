@@ -1,5 +1,8 @@
 """The public names ``echelon.X``, imported when the first of them is used."""
 
+import warnings
+from typing import Any
+
 from echelon.api.distribute import distribute
 from echelon.api.launch import LaunchError, launch
 from echelon.base.errors import EchelonError
@@ -38,8 +41,8 @@ from echelon.strategy import (
     Fast,
     Lamb,
     Lars,
-    Lean,
     LocalSgd,
+    LowMemory,
     LrScaling,
     Outer,
     ParameterServer,
@@ -64,9 +67,9 @@ __all__ = [
     "Lamb",
     "Lars",
     "LaunchError",
-    "Lean",
     "LocalSgd",
     "Log",
+    "LowMemory",
     "LrScaling",
     "Outer",
     "ParameterServer",
@@ -106,5 +109,14 @@ __all__ = [
     "worker_num",
     "world_size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name by the name it had before, with a warning."""
+    if name != "Lean":
+        raise AttributeError(f"module 'echelon.api.public' has no attribute '{name}'")
+    warnings.warn("echelon.Lean is now echelon.LowMemory", FutureWarning, stacklevel=3)
+    return LowMemory
+
 
 install_hook()  # errors before init() are one line, too

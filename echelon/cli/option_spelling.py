@@ -8,7 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 #: command -> {former name of an option: present name}; former names still work
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "plan": {"--batch": "--global-batch"},
-    "memory": {"--batch": "--batch-size", "--merge": "--gradient-merge", "--save": "--log-dir"},
+    "memory": {
+        "--batch": "--batch-size",
+        "--merge": "--gradient-merge",
+        "--save": "--log-dir",
+        "--lean": "--low-memory",
+        "--no-lean": "--no-low-memory",
+    },
     "doctor": {"--json": "--save"},
     "explain": {"--ranks": "--procs", "--ranks-per-host": "--procs-per-host"},
     "slurm": {"--nodes": "--nnodes"},

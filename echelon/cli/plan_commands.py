@@ -142,8 +142,9 @@ def memory(
         bool | None,
         typer.Option("--recompute/--no-recompute", help="Keep few activations.", show_default="the script's, or no"),
     ] = None,
-    lean: Annotated[
-        bool | None, typer.Option("--lean/--no-lean", help="Six bytes a parameter.", show_default="the script's, or no")
+    low_memory: Annotated[
+        bool | None,
+        typer.Option("--low-memory/--no-low-memory", help="Six bytes a parameter.", show_default="the script's, or no"),
     ] = None,
     shard: Annotated[
         int | None, typer.Option(help="0 to 3: what processes share out.", show_default="the script's, or 0")
@@ -176,7 +177,14 @@ def memory(
     from echelon.cli.commands.memory import run_memory
 
     given = {"procs": procs, "batch": batch, "device": device, "optimizer": optimizer, "input": inputs}
-    given |= {"amp": amp, "recompute": recompute, "shard": shard, "merge": merge, "lean": lean, "plan": planned}
+    given |= {
+        "amp": amp,
+        "recompute": recompute,
+        "shard": shard,
+        "merge": merge,
+        "low_memory": low_memory,
+        "plan": planned,
+    }
     given |= {"stages": stages, "split": split, "micro_batches": micro_batches, "schedule": schedule}
     run_memory(model, args or [], as_json=as_json, save=save, **given)
 

@@ -184,11 +184,11 @@ class MovingAverage:
 
 
 def _exact_weights(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Callable[[], Tensor]]:
-    """Return functions, by parameter name, that read weights which ``Lean`` training keeps in two halves."""
+    """Return functions, by parameter name, that read weights which ``LowMemory`` training keeps in two halves."""
     kept: list[Any] = [optimizer for optimizer in optimizers.values() if hasattr(optimizer, "exact_weight")]
     if any(optimizer.fills_host for optimizer in kept):
         raise UsageError(
-            "engine.ema(): lean keeps the remainders of weights in host memory here, from where an average cannot "
-            "follow them in every step; take Lean(state='device')"
+            "engine.ema(): low_memory keeps the remainders of weights in host memory here, from where an average "
+            "cannot follow them in every step; take LowMemory(state='device')"
         )
     return {entry.name: partial(optimizer.exact_weight, entry) for optimizer in kept for entry in optimizer.entries}

@@ -200,7 +200,7 @@ class Engine(OwnLoop):
         )
         self._parts, self.plan, self.optimizers = parts, parts.plan, parts.optimizers
         self._gradients, self._local = parts.gradients, parts.local
-        if self.plan.lean is not None:
+        if self.plan.low_memory is not None:
             from echelon.parallel.low_memory.adam import attend
 
             self._notices += attend(self.optimizers, lambda: self._rate_factor(self.steps + 1), lambda: self._memories)

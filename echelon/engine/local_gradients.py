@@ -50,7 +50,7 @@ class LocalGradients:
         self._passes, self._reduce, self._say = passes, reduce, say
         plan = parts.plan
         self._in_parts = plan.shard is not None or plan.in_parts
-        self._applied_at_once = plan.lean is not None or bool(plan.dgc)
+        self._applied_at_once = plan.low_memory is not None or bool(plan.dgc)
         self._differ = parts.gradients.is_reduced or parts.scaler.active  # local gradients differ from final ones
         self._keys, self._owners = list(parts.optimizers), _owners(parts)
         self._parameters = dict(_identified([*parts.holdings.model.parameters(), *parts.holdings.parameters.values()]))

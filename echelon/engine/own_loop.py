@@ -91,8 +91,8 @@ class OwnLoop:
         return chosen
 
     def _refuse(self, call: str) -> None:
-        if self.plan.lean is not None or self.plan.dgc is not None:
-            by = "lean" if self.plan.lean is not None else "dgc"
+        if self.plan.low_memory is not None or self.plan.dgc is not None:
+            by = "low_memory" if self.plan.low_memory is not None else "dgc"
             raise UsageError(
                 f"{call}(): {by} does not keep whole gradients to look at; leave it out, or train without {by}"
             )

@@ -129,7 +129,7 @@ def parallelize(
 
         reducers = {key: shards.reducer(key) for key in optimizers}
         sums += [SplitSums(plan, shards, grid)] if grid.size("split") > 1 else []
-    elif plan.lean is not None:
+    elif plan.low_memory is not None:
         reducers = _updating(plan, optimizers, carriers)
     elif any(carriers.values()) and local is None:
         within = peers.within if peers else None

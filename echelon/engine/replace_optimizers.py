@@ -50,10 +50,10 @@ def _successor(
         return lars_from(given, coeff=s.coeff, weight_decay=s.weight_decay, eps=s.eps, exclude=undecayed)
     if plan.lamb is not None:
         return lamb_from(given, weight_decay=plan.lamb.weight_decay, eps=plan.lamb.eps, exclude=undecayed)
-    if plan.lean is not None:
+    if plan.low_memory is not None:
         from echelon.parallel.low_memory.adam import LowMemoryAdam
 
-        return LowMemoryAdam(given, plan.lean, named)
+        return LowMemoryAdam(given, plan.low_memory, named)
     if peers is not None:
         return SparseMomentum(given, plan, key, named, peers)
     return given

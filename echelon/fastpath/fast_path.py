@@ -71,7 +71,9 @@ class FastPath:
     def __init__(self, plan: Plan, model: nn.Module, objective: Objective, say: Say) -> None:
         chosen = plan.fast
         self._channels_last = chosen.channels_last
-        self._alone = plan.ranks == 1 and plan.lean is None  # lean has already applied gradients of a failed backward
+        self._alone = (
+            plan.ranks == 1 and plan.low_memory is None
+        )  # low_memory has already applied gradients of a failed backward
         self._model, self._objective, self._passes = model, objective, 0
         self._parameters = list(model.parameters())  # cached, because walking all modules in each step takes longer
         self._compiling: ModuleCompiler | None = None

@@ -183,8 +183,8 @@ def _unfused(plan: Plan, model: nn.Module, served: bool) -> str | None:
         return "the optimizer steps in host memory"
     if plan.dgc is not None:
         return "compressed gradients have a step of their own"
-    if plan.lean is not None:
-        return "lean has a step of its own"
+    if plan.low_memory is not None:
+        return "low_memory has a step of its own"
     return "some gradients are sparse" if sparse_names(model) else None
 
 
@@ -195,8 +195,8 @@ def _uncaptured(plan: Plan, model: nn.Module, served: bool, optimizers: int) -> 
         return f"{plan.ranks} ranks talk to one another in every step"
     if plan.pipeline is not None or plan.shard is not None or plan.offload:
         return "a step is more than one forward and backward pass"
-    if plan.lean is not None:
-        return "lean steps while backward runs"
+    if plan.low_memory is not None:
+        return "low_memory steps while backward runs"
     if optimizers > 1:
         return "with several optimizers the loop is the user's"
     if any(hasattr(module, "auxiliary_loss") for module in model.modules()):

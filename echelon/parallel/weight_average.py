@@ -87,7 +87,7 @@ class EmaTensorGroup:
 class EmaWeights:
     """This rank's part of a moving average.
 
-    exact: functions that return full-precision weights, by name, for parameters stored in less precision (lean)
+    exact: functions that return full-precision weights, by name, for parameters stored in less precision (low_memory)
     """
 
     def __init__(

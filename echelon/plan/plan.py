@@ -6,13 +6,13 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from echelon.base.config import build, strict
 from echelon.base.errors import UsageError
 from echelon.plan.stage_trace import StageTrace
-from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, Lean, LocalSgd, LrScaling, Shard
+from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LowMemory, LrScaling, Shard
 from echelon.strategy.annotations.marks import Pipeline, Split
 from echelon.strategy.fastpath_choice import FastPathChoice
 
@@ -61,7 +61,7 @@ class Plan:
     chains:         sequences that are cut into segments by the first batch
     lars, lamb:     optimizer that replaces the given one; ``undecayed`` has the parameters without weight decay
     local:          LocalSGD settings, if ranks step alone and average weights from time to time
-    lean:           16-bit weights with remainders and 8-bit moments, updated during backward
+    low_memory:           16-bit weights with remainders and 8-bit moments, updated during backward
     fast:           fast paths that were chosen automatically
     """
 
@@ -90,7 +90,7 @@ class Plan:
     undecayed: tuple[str, ...] = ()
     dgc: Dgc | None = None
     local: LocalSgd | AdaptiveLocalSgd | None = None
-    lean: Lean | None = None
+    low_memory: LowMemory | None = None
     lr_scaling: LrScaling | None = None
     sync_batch_norm: tuple[str, ...] = ()
     bucket_mb: tuple[float, float] = (1.0, 25.0)
@@ -123,6 +123,11 @@ class Plan:
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, indent=indent)
+
+    @staticmethod
+    def in_our_names(given: Mapping[str, Any], label: str) -> dict[str, Any]:
+        """Translate the field names of plans that were written by an earlier version."""
+        return {{"lean": "low_memory"}.get(name, name): value for name, value in given.items()}
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -167,7 +172,7 @@ class Plan:
             yield f"shard: {self.shard}"
         if self.gradient_merge > 1:
             yield f"gradient merge: {self.gradient_merge}"
-        for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "lean", "lr_scaling"):
+        for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "low_memory", "lr_scaling"):
             value = getattr(self, name)
             if value is not None:
                 yield f"{name.replace('_', ' ')}: {value}"

@@ -119,7 +119,7 @@ _WITH_MARKS: dict[str, Verdict] = {
     ),
     "ps": Conflict("workers of a parameter server run whole models", "drop ps, or the marks"),
     "auto": Conflict("the marks say what auto would find", "drop auto, or the marks"),
-    "lean": Conflict("lean trains whole models on one device", "drop lean, or the marks"),
+    "low_memory": Conflict("low_memory trains whole models on one device", "drop low_memory, or the marks"),
 }
 
 _WITH_SHARD: dict[str, Verdict] = {
@@ -160,20 +160,20 @@ _WITH_SERVERS: dict[str, Verdict] = {
     "lamb": CombinationChange("each parameter lies whole on one server, which sees all of it"),
 }
 
-_IN_BF16 = "lean computes in bf16, the form its weights have"
+_IN_BF16 = "low_memory computes in bf16, the form its weights have"
 _STEPS_IN_BACKWARD = "each gradient is applied and let go while backward runs"
 
-_WITH_LEAN: dict[str, Verdict] = {
+_WITH_LOW_MEMORY: dict[str, Verdict] = {
     "amp=fp16": Conflict(_IN_BF16, "use amp='bf16', or leave amp out"),
-    "lars": Conflict("lean steps as Adam does", "choose one of the two"),
-    "lamb": Conflict("lean steps as Adam does, without norms of whole layers", "choose one of the two"),
+    "lars": Conflict("low_memory steps as Adam does", "choose one of the two"),
+    "lamb": Conflict("low_memory steps as Adam does, without norms of whole layers", "choose one of the two"),
     "dgc": Conflict(_STEPS_IN_BACKWARD, "choose one of the two"),
     "localsgd": Conflict("averages of weights would lose their remainders", "choose one of the two"),
     "adaptive_localsgd": Conflict("averages of weights would lose their remainders", "choose one of the two"),
-    "shard": Conflict("lean keeps its state whole, on the device and in host memory", "choose one of the two"),
+    "shard": Conflict("low_memory keeps its state whole, on the device and in host memory", "choose one of the two"),
     "ps": Conflict("servers hold parameters and optimizer state already", "choose one of the two"),
     "gradient_merge": Conflict(_STEPS_IN_BACKWARD, "use a larger batch with recompute in place of gradient_merge"),
-    "fp16_allreduce": Conflict("lean sums its gradients in fp32 by itself", "drop fp16_allreduce"),
+    "fp16_allreduce": Conflict("low_memory sums its gradients in fp32 by itself", "drop fp16_allreduce"),
     "clip": Conflict(f"{_STEPS_IN_BACKWARD}, before the norm of all is known", "drop clip, and lower the rate instead"),
 }
 
@@ -183,12 +183,12 @@ TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
 TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
 TABLE |= {(name, mark): verdict for mark in ("split", "pipeline") for name, verdict in _WITH_MARKS.items()}
 TABLE |= {(name, "ps"): verdict for name, verdict in _WITH_SERVERS.items()}
-TABLE |= {(name, "lean"): verdict for name, verdict in _WITH_LEAN.items()}
+TABLE |= {(name, "low_memory"): verdict for name, verdict in _WITH_LOW_MEMORY.items()}
 
 _EVERY_OPTION = (
     *("amp", "amp=fp16", "recompute", "lars", "lamb", "dgc", "localsgd", "adaptive_localsgd", "shard", "ps"),
     *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
-    "lean",
+    "low_memory",
 )
 BESIDE_AUTO = Conflict("auto decides by itself how the model is trained", "remove what is set beside it, or auto")
 TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}
@@ -199,8 +199,8 @@ def refuse_conflicts(strategy: Strategy, implied: Iterable[str] = ()) -> None:
     if strategy.auto and (beside := [name for name in set_options(strategy) if name != "auto"]):
         which = ", ".join(beside)  # one error names all of them
         raise UsageError(f"{which} and auto do not combine: {BESIDE_AUTO.why}; {BESIDE_AUTO.do}")
-    if strategy.lean and strategy.amp is False:
-        raise UsageError(f"amp=False and lean do not combine: {_IN_BF16}; leave amp out")
+    if strategy.low_memory and strategy.amp is False:
+        raise UsageError(f"amp=False and low_memory do not combine: {_IN_BF16}; leave amp out")
     for (first, second), verdict in verdicts(strategy, implied):
         if isinstance(verdict, Conflict):
             raise UsageError(f"{first} and {second} do not combine: {verdict.why}; {verdict.do}")

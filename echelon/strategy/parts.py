@@ -237,7 +237,7 @@ class Fast:
 
 
 @strict
-class Lean:
+class LowMemory:
     """Low-memory Adam with six bytes per parameter instead of sixteen.
 
     Weights are stored in bf16 with the remainder of their fp32 value beside them, and Adam's moments in 8 bits. Each

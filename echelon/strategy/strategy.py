@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,8 +21,8 @@ from echelon.strategy.parts import (
     Fast,
     Lamb,
     Lars,
-    Lean,
     LocalSgd,
+    LowMemory,
     LrScaling,
     ParameterServer,
     Recompute,
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 T = TypeVar("T")
+
+#: Former name of an option -> its present name. Former names work for one version.
+FORMER_NAMES = {"lean": "low_memory"}
 
 
 @strict
@@ -52,7 +56,7 @@ class Strategy:
     shard:             1, 2 or 3 (also ``True``), or a Shard: ZeRO level of optimizer state, gradients, parameters
     ps:                "sync" (also ``True``), "async", "bounded", "geo", "hybrid", or a ParameterServer: sparse tables
                        and dense parameters on servers
-    lean:              True or a Lean: six bytes per parameter, for models that are too large for one device
+    low_memory:              True or a LowMemory: six bytes per parameter, for models that are too large for one device
     gradient_merge:    number of steps whose gradients are accumulated before one reduction and one update, default 1
     fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16-bit gradients on the network
     clip:              largest global norm of the gradients; larger gradients are scaled down
@@ -73,7 +77,7 @@ class Strategy:
     adaptive_localsgd: bool | AdaptiveLocalSgd | None = None
     shard: bool | Literal[1, 2, 3] | Shard | None = None
     ps: bool | Literal["sync", "async", "bounded", "geo", "hybrid"] | ParameterServer | None = None
-    lean: bool | Lean | None = None
+    low_memory: bool | LowMemory | None = None
     gradient_merge: int = 1
     fp16_allreduce: bool | Literal["fp16", "bf16"] | None = None
     clip: float | None = None
@@ -92,7 +96,8 @@ class Strategy:
 
     @staticmethod
     def in_our_names(given: Mapping[Any, Any], label: str) -> dict[Any, Any]:
-        """Translate the option names of Paddle Fleet; raise UsageError for those of other frameworks."""
+        """Translate former option names and those of Paddle Fleet; raise UsageError for those of other frameworks."""
+        given = _in_present_names(given, label)
         refuse_other_names(given, label)
         return fleet_names.translate(given, label, _SETTINGS)
 
@@ -145,6 +150,15 @@ class Strategy:
         return strategy_files.named(path, lambda: cls.from_dict(values))
 
 
+def _in_present_names(given: Mapping[Any, Any], label: str) -> dict[Any, Any]:
+    """Return the options by their present names, with a warning for each former name."""
+    for old, new in FORMER_NAMES.items():
+        if old in given:
+            line = f"{label}: '{old}' is now '{new}'; the old name goes with the next version"
+            warnings.warn(line, FutureWarning, stacklevel=4)
+    return {FORMER_NAMES.get(name, name): value for name, value in given.items()}
+
+
 def _settings(name: str, kind: type[Any]) -> Any:
     """Return a function that converts a user's value to settings or None: one form to compare, print and store."""
 
@@ -167,7 +181,7 @@ _PARTS = {
     "lr_scaling": LrScaling,
     "shard": Shard,
     "ps": ParameterServer,
-    "lean": Lean,
+    "low_memory": LowMemory,
 }
 
 _SETTINGS = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in _PARTS.items()}

@@ -164,7 +164,7 @@ def test_average_that_nobody_asks_for_is_told_of(tmp_path: Path) -> None:
     assert [line.split(";")[1] for line in said] == [" call engine.ema(...) after distribute() to go on with them"]
 
 
-# ---- replicas that step alone, lean weights, several optimizers ----
+# ---- replicas that step alone, low_memory weights, several optimizers ----
 
 
 def step_alone() -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
@@ -202,22 +202,22 @@ def test_average_of_replicas_that_step_alone_is_their_means() -> None:
     assert loss == pytest.approx(expected, abs=tolerance_of(1e-6))
 
 
-def follow_lean() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def follow_low_memory() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     echelon.init()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = echelon.distribute(
-        model, loss=F.cross_entropy, optimizer=optimizer, strategy=Strategy(lean=True), log=QUIET
+        model, loss=F.cross_entropy, optimizer=optimizer, strategy=Strategy(low_memory=True), log=QUIET
     )
     engine.ema(DECAY)
-    lean: Any = engine.optimizers["main"]
+    low_memory: Any = engine.optimizers["main"]
     by_hand: dict[str, Tensor] = {}
     for step in range(5):
         g = torch.Generator().manual_seed(step * 2 + echelon.rank())
         engine.step(torch.randn(4, 6, generator=g), torch.randint(3, (4,), generator=g))
-        for entry in lean.entries:
-            exact = lean.exact_weight(entry)
+        for entry in low_memory.entries:
+            exact = low_memory.exact_weight(entry)
             assert not torch.equal(exact, entry.parameter.float())
             by_hand[entry.name] = by_hand[entry.name].lerp(exact, 1 - DECAY) if step else exact
     assert engine.ema.averages is not None
@@ -230,8 +230,8 @@ def follow_lean() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found, by_hand  # type: ignore[return-value]
 
 
-def test_average_of_lean_weights_is_that_of_the_exact_ones() -> None:
-    for found, by_hand in run(follow_lean):
+def test_average_of_low_memory_weights_is_that_of_the_exact_ones() -> None:
+    for found, by_hand in run(follow_low_memory):
         torch.testing.assert_close(found, by_hand, rtol=0, atol=0)
 
 

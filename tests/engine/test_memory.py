@@ -64,7 +64,7 @@ CASES = {
     "split x data": Case(splits=True),
     "localsgd": Case(Strategy(localsgd=LocalSgd(k_steps=2)), dropout=0.0),
     "dgc": Case(Strategy(dgc=Dgc(sparsity=(0.75,), min_size=10)), optimizer="sgd"),
-    "lean": Case(Strategy(lean=True)),
+    "low_memory": Case(Strategy(low_memory=True)),
 }
 #: Without dropout: other ranks have other random streams.
 MOVED = {

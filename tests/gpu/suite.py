@@ -41,7 +41,7 @@ FILES = (
     "parallel/test_evaluate.py",
     "parallel/test_batch_norm.py",
     "parallel/test_hybrid_use.py",
-    "parallel/test_lean.py",
+    "parallel/test_low_memory.py",
     "parallel/test_compress.py",
     "optim/test_optim.py",
     "parallel/test_topk.py",

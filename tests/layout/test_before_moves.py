@@ -14,6 +14,7 @@ from torch import nn
 
 import echelon
 from echelon.observability import runlog
+from echelon.plan import Plan
 from echelon.plan.saved_plan import SavedPlan
 
 FILES = Path(__file__).parent / "before_moves"
@@ -63,6 +64,13 @@ def test_plan_is_for_the_same_model() -> None:
     assert (plan.name, plan.draft.batch, plan.units) == ("Net", 8, (("layers.0",), ("layers.1",), ("layers.2",)))
     assert plan.predicted is not None
     assert plan.predicted.parts["host"] == 0.0012000000000000001
+
+
+def test_plan_of_a_run_reads() -> None:
+    """Its field ``lean`` is called ``low_memory`` now."""
+    plan = Plan.from_json((FILES / "run_plan.json").read_text())
+    assert plan.low_memory is not None
+    assert plan.low_memory.reserve == "8 GB"
 
 
 def test_run_log_reads() -> None:

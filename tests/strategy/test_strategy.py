@@ -54,7 +54,7 @@ ON = {
     "adaptive_localsgd": {"adaptive_localsgd": True},
     "shard": {"shard": True},
     "ps": {"ps": True},
-    "lean": {"lean": True},
+    "low_memory": {"low_memory": True},
     "gradient_merge": {"gradient_merge": 4},
     "fp16_allreduce": {"fp16_allreduce": True},
     "clip": {"clip": 1.0},
@@ -354,8 +354,8 @@ def test_strategy_str_line_per_active_option_marks_set_values() -> None:
     assert rows["clip"].endswith(" 1*")
     assert "*" not in rows["reduction"]
     assert rows["off"].split(maxsplit=1)[1] == (
-        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, lean, gradient_merge, fp16_allreduce, lr_scaling, "
-        "auto"
+        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, low_memory, gradient_merge, fp16_allreduce, "
+        "lr_scaling, auto"
     )
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1  # one column
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 
+import echelon
 from echelon.base.errors import UsageError
-from echelon.strategy import Amp, Dgc, Lars, ParameterServer, Recompute, Shard, Strategy
+from echelon.strategy import Amp, Dgc, Lars, LowMemory, ParameterServer, Recompute, Shard, Strategy
 
 NO_DECAY = ["batch_norm", ".b_0"]
 
@@ -174,3 +176,14 @@ def test_setting_an_option_afterwards_shows_the_constructor() -> None:
     with pytest.raises(AttributeError):
         strategy.amp = False  # type: ignore[misc]
     assert strategy == copy.deepcopy(strategy) == pickle.loads(pickle.dumps(strategy)) == Strategy(amp=True)
+
+
+def test_former_name_of_an_option_warns(tmp_path: Path) -> None:
+    present = Strategy(low_memory=LowMemory(reserve="8 GB"))
+    with pytest.warns(FutureWarning, match="Strategy: 'lean' is now 'low_memory'"):
+        assert Strategy(lean={"reserve": "8 GB"}) == present  # type: ignore[call-arg]
+    (tmp_path / "old.yaml").write_text("lean:\n  reserve: 8 GB\n")
+    with pytest.warns(FutureWarning, match="'lean' is now 'low_memory'"):
+        assert Strategy.load(tmp_path / "old.yaml") == present
+    with pytest.warns(FutureWarning, match=r"echelon\.Lean is now echelon\.LowMemory"):
+        assert echelon.Lean is LowMemory

@@ -34,7 +34,7 @@ from echelon.plan.fake_forward import is_placeholder
 from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.profiling.profile import Profile, profile
-from echelon.strategy import Lean, Shard, Strategy
+from echelon.strategy import LowMemory, Shard, Strategy
 from echelon.strategy.annotations.annotate import ModelMarks, annotate, collect, pipeline, split, stage
 from echelon.strategy.annotations.marks import Pipeline
 from echelon.strategy.annotations.slices import Slices
@@ -242,11 +242,11 @@ def test_what_is_said_to_be_saved_is_what_a_second_look_finds(case: str) -> None
     found = find_footprint(looked, TrainingJob(samples=SAMPLES, procs=4), "adamw")
     assert sum(found.kinds.values()) == found.peak
     said = {saving.what: saving.bytes for saving in found.savings}
-    assert {"shard 1", "shard 3", "lean"} <= said.keys()
+    assert {"shard 1", "shard 3", "low_memory"} <= said.keys()
     others = {
         "recompute": Strategy(recompute=True),
         "amp bf16": Strategy(amp="bf16"),
-        "lean": Strategy(lean=True),
+        "low_memory": Strategy(low_memory=True),
         **{f"shard {level}": Strategy(shard=Shard(level=level)) for level in (1, 2, 3)},
     }
     jobs = {what: TrainingJob(samples=SAMPLES, procs=4, strategy=strategy) for what, strategy in others.items()}
@@ -294,7 +294,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], Strategy]] = {
     "shard 3": (2, {}, Strategy(shard=3)),
     "stages": (2, STAGED, Strategy()),
     "split": (2, {"blocks.*": split()}, Strategy()),
-    "lean": (2, {}, Strategy(lean=Lean(state="device"))),
+    "low_memory": (2, {}, Strategy(low_memory=LowMemory(state="device"))),
     "lamb": (2, {}, Strategy(lamb=True)),
     "stages x shard 3": (4, STAGED, Strategy(shard=3)),
     "split x shard 1": (4, {"blocks.*": split()}, Strategy(shard=1)),
@@ -493,8 +493,8 @@ def _listened(script: str) -> Any:
         ),
         (
             "gpt:layers=2,hidden=8,heads=2,sequence=4",
-            {"batch": 1, "stages": 2, "lean": True},
-            "lean and pipeline do not",
+            {"batch": 1, "stages": 2, "low_memory": True},
+            "low_memory and pipeline do not",
         ),
         ("gpt:layers=2,hidden=8,heads=2,sequence=4", {"batch": 1, "stages": 2, "procs": 3}, "3 is not a multiple"),
     ],

@@ -73,7 +73,7 @@ class Gradients:
         self._sum = plan.reduce_op == "sum"
         self._may_be_sum = plan.reduce_op == "auto"  # a pipeline's last stage knows after the first pass
         self._adds_passes = False  # merged passes are added, not averaged: the loss itself is a sum over samples
-        self._final = plan.lean is not None  # applied while backward runs: nothing can be corrected afterwards
+        self._final = plan.low_memory is not None  # applied while backward runs: nothing can be corrected afterwards
         self.holds_sums = plan.shard is not None and plan.shard.level > 1  #: each pass is reduced immediately
         # One process without merging uses the loss's own gradient: there is nothing to weight or divide.
         self._plain = not reducers and plan.gradient_merge == 1 and plan.pipeline is None

@@ -1,4 +1,4 @@
-"""Lean training: six bytes per parameter, on device and host together, instead of sixteen; see docs/large_models.md."""
+"""Low-memory training: six bytes per parameter, on device and host together, instead of sixteen."""
 
 from echelon.parallel.low_memory.building import building
 

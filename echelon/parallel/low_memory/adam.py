@@ -17,7 +17,7 @@ from echelon.optim.shared_groups import SharingOptimizer, share_groups
 from echelon.parallel.low_memory import formats, state_placement
 from echelon.parallel.low_memory.formats import BLOCK, AdamStepScalars, LowMemoryState, seed_of
 from echelon.parallel.low_memory.host_ring import PIECE, HostStateRing, StateChunk
-from echelon.strategy import Lean
+from echelon.strategy import LowMemory
 
 FIELDS = ("remainder", "first", "second", "first_scale", "second_scale")
 
@@ -58,8 +58,8 @@ class LowMemoryAdam(SharingOptimizer):
 
     reads_later = True  #: loaded state arrives as functions that read it, because two copies of it would not fit
 
-    def __init__(self, source: torch.optim.Optimizer, settings: Lean, named: Mapping[str, nn.Parameter]) -> None:
-        require_plain("lean", source, (Adam, AdamW))
+    def __init__(self, source: torch.optim.Optimizer, settings: LowMemory, named: Mapping[str, nn.Parameter]) -> None:
+        require_plain("low_memory", source, (Adam, AdamW))
         super().__init__([{**group} for group in source.param_groups], dict(source.defaults))
         share_groups(self, source)
         self.factor: Callable[[], float] = lambda: 1.0  #: returns the factor of the learning rates
@@ -160,7 +160,7 @@ class LowMemoryAdam(SharingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a saved state into the existing tensors: torch's own method would cast it to the dtype of the weights.
 
-        Raises CheckpointError if the saved state is not lean.
+        Raises CheckpointError if the saved state is not low_memory.
         """
         if self._ring is not None:
             self._ring.forget()
@@ -170,7 +170,7 @@ class LowMemoryAdam(SharingOptimizer):
             mine = kept[order[index]]
             if set(found) != set(mine):
                 raise CheckpointError(
-                    "the checkpoint's optimizer state is not lean; go on with the strategy it was saved with"
+                    "the checkpoint's optimizer state is not low_memory; go on with the strategy it was saved with"
                 )
             for field in FIELDS:
                 stored = found[field]
@@ -186,10 +186,12 @@ def attend(
     copies: Callable[[], StateCopies | None],
 ) -> list[str]:
     """Connect low-memory optimizers to an engine's rate factor and state copies; return a log line for each."""
-    lean = {key: optimizer for key, optimizer in optimizers.items() if isinstance(optimizer, LowMemoryAdam)}
-    for optimizer in lean.values():
+    low_memory = {key: optimizer for key, optimizer in optimizers.items() if isinstance(optimizer, LowMemoryAdam)}
+    for optimizer in low_memory.values():
         optimizer.factor, optimizer.copies = factor, copies
-    return [f"lean: {o.places}{f' (optimizer {key})' if len(lean) > 1 else ''}" for key, o in lean.items()]
+    return [
+        f"low_memory: {o.places}{f' (optimizer {key})' if len(low_memory) > 1 else ''}" for key, o in low_memory.items()
+    ]
 
 
 def _kernel() -> Callable[..., None]:
@@ -202,7 +204,9 @@ def _kernel() -> Callable[..., None]:
 def _as_bf16(name: str, parameter: nn.Parameter) -> Tensor | None:
     """Convert the parameter to bf16 and return the remainder; None if it was bf16 already."""
     if parameter.dtype not in (torch.float32, torch.bfloat16):
-        raise UsageError(f"lean: '{name}' is {parameter.dtype}; build the model in torch.float32 or torch.bfloat16")
+        raise UsageError(
+            f"low_memory: '{name}' is {parameter.dtype}; build the model in torch.float32 or torch.bfloat16"
+        )
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         parameter.data = parameter.data.contiguous()
     parameter.grad = None

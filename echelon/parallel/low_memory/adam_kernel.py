@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""One step of lean Adam as one Triton kernel: the same numbers as ``formats.update``, in one pass over memory.
+"""One step of low_memory Adam as one Triton kernel: the same numbers as ``formats.update``, in one pass over memory.
 
 Multiplications and additions are not fused, and roots and quotients are rounded exactly, so that codes and weights are
 bitwise equal to those of plain torch. The functions are in Triton's language, so no types are checked here.

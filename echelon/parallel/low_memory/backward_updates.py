@@ -143,5 +143,5 @@ def updates_in_backward(
     mine = [bucket for bucket in plan.buckets if bucket.optimizer == key]
     sparse = next((bucket.parameters[0] for bucket in mine if bucket.sparse), None)
     if sparse is not None:
-        raise UsageError(f"lean: '{sparse}' has a sparse gradient; build its embedding with sparse=False")
+        raise UsageError(f"low_memory: '{sparse}' has a sparse gradient; build its embedding with sparse=False")
     return OptimizerInBackward(optimizer, [name for bucket in mine for name in bucket.parameters], carrier)

@@ -1,4 +1,4 @@
-"""Number formats of lean training: an fp32 weight as bf16 plus a remainder, moments in 8 bits.
+"""Number formats of low_memory training: an fp32 weight as bf16 plus a remainder, moments in 8 bits.
 
 A weight is stored as its bf16 rounding (halves away from zero) and the missing 16 bits, as a signed difference of the
 bit patterns: both together give the fp32 weight exactly, so that small updates are not lost.

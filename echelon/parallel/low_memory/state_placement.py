@@ -16,7 +16,7 @@ from echelon.base.formatting import size
 from echelon.base.quantities import quantity
 from echelon.checkpoint.in_memory.snapshot_buffer import free_memory
 from echelon.parallel.low_memory.formats import BLOCK, LowMemoryState
-from echelon.strategy import Lean
+from echelon.strategy import LowMemory
 
 SMALL = 1 << 20  # number of entries below which moving a parameter's state costs more than it saves
 MARGIN = 8e9  # bytes of host memory left to other processes
@@ -48,7 +48,7 @@ class StatePlacement:
         return f"{here}, {size(self.host_bytes)} in host memory" if self.host_bytes else here
 
 
-def choose(entries: Sequence[int], settings: Lean, device: torch.device) -> StatePlacement:
+def choose(entries: Sequence[int], settings: LowMemory, device: torch.device) -> StatePlacement:
     """Return the placement for parameters of these sizes; raise UsageError if host memory is too small."""
     sizes = [state_bytes(each) for each in entries]
     movable = [each >= (1 if settings.state == "host" else SMALL) for each in entries]
@@ -57,8 +57,8 @@ def choose(entries: Sequence[int], settings: Lean, device: torch.device) -> Stat
     there = sum(of for of, moves in zip(sizes, away, strict=True) if moves)
     if there > 0 and there > (free := free_memory() - MARGIN):
         raise UsageError(
-            f"lean: {size(there)} of remainders and moments do not fit the device and would go to host memory, which "
-            f"has {size(max(0, free))} to spare; take a smaller model, or a smaller Lean(reserve=...)"
+            f"low_memory: {size(there)} of remainders and moments do not fit the device and would go to host memory, "
+            f"which has {size(max(0, free))} to spare; take a smaller model, or a smaller LowMemory(reserve=...)"
         )
     return StatePlacement(tuple(away), sum(sizes) - there, there)
 
@@ -77,14 +77,14 @@ def spread(sizes: Sequence[int], movable: Sequence[bool], share: float) -> list[
     return moved
 
 
-def _share_on_host(total: int, movable: int, settings: Lean, device: torch.device) -> float:
+def _share_on_host(total: int, movable: int, settings: LowMemory, device: torch.device) -> float:
     if device.type != "cuda" or settings.state == "device" or not movable:
         return 0.0
     if settings.state == "host":
         return 1.0
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    room = free - quantity(settings.reserve, "bytes", "Lean(reserve=)")
+    room = free - quantity(settings.reserve, "bytes", "LowMemory(reserve=)")
     return min(1.0, max(0.0, (total - room) / movable))
 
 
@@ -116,8 +116,8 @@ def _make_reachable(area: Tensor) -> None:
     error = torch.cuda.cudart().cudaHostRegister(area.data_ptr(), area.numel(), 0)  # type: ignore[no-untyped-call]
     if int(error) != 0:
         raise UsageError(
-            f"lean: {size(area.numel())} of host memory cannot be pinned (CUDA error {int(error)}); take a smaller "
-            "Lean(reserve=...), or Lean(state='device')"
+            f"low_memory: {size(area.numel())} of host memory cannot be pinned (CUDA error {int(error)}); take a "
+            "smaller LowMemory(reserve=...), or LowMemory(state='device')"
         )
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
 
 WHOLE_LAYER = 3  # the level of sharding at which parameters are gathered only while their layer computes
-LEAN = 4 + 8 / 256  # bytes per entry beside the bf16 weight: 16-bit remainder, two 8-bit moments, two scales per 256
+LOW_MEMORY = (
+    4 + 8 / 256
+)  # bytes per entry beside the bf16 weight: 16-bit remainder, two 8-bit moments, two scales per 256
 RESIDUAL = 8  # bytes per entry of DGC's momentum and residual, both fp32
 
 
@@ -132,8 +134,12 @@ def added_memory(
     if dgc:
         large = sum(size.numel for size in sizes if size.numel >= dgc.min_size)
         yield "dgc", "momentum and residual of what is compressed, in fp32", RESIDUAL * large
-    if strategy.lean:
-        yield "lean", "remainders, moments and their scales, in all; gradients go one by one", LEAN * numbers
+    if strategy.low_memory:
+        yield (
+            "low_memory",
+            "remainders, moments and their scales, in all; gradients go one by one",
+            LOW_MEMORY * numbers,
+        )
     if job.ranks == 1:
         return
     if local:

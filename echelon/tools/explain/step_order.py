@@ -157,7 +157,7 @@ def _optimizer(strategy: Strategy) -> str:
         return "LARS in place of the SGD given"
     if strategy.part(Lamb):
         return "LAMB in place of the Adam given"
-    if strategy.lean:
+    if strategy.low_memory:
         return "Adam with 8-bit moments, of each parameter as soon as its gradient is there, while backward runs"
     return (
         "SGD; of compressed gradients without its momentum, which they have" if strategy.dgc else "the optimizer given"

@@ -35,7 +35,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "ps=async": ("approximate", "every gradient is applied when it comes, to what others have made of the weights"),
     "ps=bounded": ("approximate", "as async, but nobody runs further ahead than the bound"),
     "ps=geo": ("approximate", "workers differ between two exchanges of their changes"),
-    "lean": ("approximate", "needs Adam or AdamW: weights are seen in bf16 and kept in fp32, moments in 8 bits"),
+    "low_memory": ("approximate", "needs Adam or AdamW: weights are seen in bf16 and kept in fp32, moments in 8 bits"),
     "gradient_merge": ("exact", "one update of a batch so many times as large (batch norm sees one part at a time)"),
     "fp16_allreduce": ("approximate", "what travels is rounded to 16 bits"),
     "clip": ("optimizer", "long gradients are shortened"),

@@ -31,8 +31,8 @@ def _options(plan: Plan) -> Iterator[str]:
         yield f"{_count(plan.pipeline.micro_batches, 'micro-batch')}{schedule}"
     if plan.recompute or plan.chains:
         yield "recompute"
-    if plan.lean is not None:
-        yield "lean"
+    if plan.low_memory is not None:
+        yield "low_memory"
     elif plan.amp is not None:
         yield f"amp {plan.amp.dtype}{' (by itself, on a GPU)' if plan.fast.bf16 else ''}"
     if plan.shard is not None:

@@ -129,8 +129,8 @@ def _notes(spread: JobMemory) -> Iterator[str]:
     plan, draft = spread.plan, spread.draft
     if plan.offload or (plan.shard is not None and plan.shard.offload):
         yield "what offload moves to host memory is counted here as if it stayed on the device"
-    if plan.lean is not None and plan.lean.state != "device" and spread.profile.device == "cuda":
-        yield "lean moves remainders and moments to host memory where the device has no room; here all are on it"
+    if plan.low_memory is not None and plan.low_memory.state != "device" and spread.profile.device == "cuda":
+        yield "low_memory moves remainders and moments to host memory where the device has no room; here all are on it"
     if len({place.holding.total("parameters") for place in spread.places}) > draft.stage and draft.split > 1:
         yield "the parts of a split differ: activations and the peak are reckoned for the first rank's"
     if spread.rough:

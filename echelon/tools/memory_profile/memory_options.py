@@ -43,7 +43,7 @@ class MemoryOptions:
     recompute: bool | None = None
     shard: Literal[0, 1, 2, 3] | None = None
     merge: int | None = None
-    lean: bool | None = None
+    low_memory: bool | None = None
     stages: int | None = None
     split: int | None = None
     micro_batches: int | None = None
@@ -65,7 +65,7 @@ class MemoryOptions:
 
     def by_plan(self, saved: SavedPlan) -> TrainingJob:
         """Return the job of a saved plan. Raises UsageError if options are given that the plan already sets."""
-        names = ("amp", "recompute", "shard", "merge", "lean", "stages", "split", "micro_batches", "schedule")
+        names = ("amp", "recompute", "shard", "merge", "low_memory", "stages", "split", "micro_batches", "schedule")
         beside = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if beside:
             raise UsageError(f"the plan says how to train, and {', '.join(beside)} too; leave {beside[0]} or it out")
@@ -107,8 +107,8 @@ class MemoryOptions:
             changes["shard"] = Shard(level=self.shard) if self.shard else None
         if self.merge is not None:
             changes["gradient_merge"] = self.merge
-        if self.lean is not None:
-            changes["lean"] = self.lean or None
+        if self.low_memory is not None:
+            changes["low_memory"] = self.low_memory or None
         return dataclasses.replace(own, **changes)
 
     def _marks(self, profile: Profile) -> tuple[ModelMarks, Slices]:

@@ -121,7 +121,7 @@ def _names(rows: Sequence[ModuleBytes]) -> str:
 
 def _savings(found: Footprint) -> Iterator[str]:
     if not found.savings:
-        yield "none of recompute, amp, shard, lean and a smaller batch would lower the peak"
+        yield "none of recompute, amp, shard, low_memory and a smaller batch would lower the peak"
         return
     yield "the peak would be lower with"
     for saving in found.savings:

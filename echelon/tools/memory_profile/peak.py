@@ -22,9 +22,9 @@ from echelon.tools.memory_profile.training_job import JobPlanner, Optimizers, Tr
 
 #: The parts of the peak, with the field names of PredictedMemory.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
-#: Temporary bytes per element of a lean update on a CPU, measured on weights of 2^20 elements. A GPU needs none: it has
-#: one kernel for the update.
-LEAN_ON_CPU = 68
+#: Temporary bytes per element of a low_memory update on a CPU, measured on weights of 2^20 elements. A GPU needs none,
+#: because it has one kernel for the update.
+LOW_MEMORY_ON_CPU = 68
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +104,9 @@ class PeakEstimator:
 def _system(plan: Plan, optimizer: str) -> System:
     """Return the System constants without optimizer state, whose exact size is added later by ``_kinds``."""
     known = replace(ECHELON, state={optimizer: 0.0})
-    if plan.lean is None:
+    if plan.low_memory is None:
         return known
-    # lean frees each gradient at once, and its weights are already in 16 bits, so no cast copies exist
+    # low_memory frees each gradient at once, and its weights are already in 16 bits, so no cast copies exist
     return replace(known, amp_weights=2.0, amp_gradients=0.0)
 
 
@@ -136,9 +136,9 @@ def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: PeakMome
 def _kinds(plan: Plan, holding: ResidentMemory, peak: PeakMoment, place: str) -> dict[str, int]:
     kinds = {kind: round(getattr(peak.memory, kind)) for kind in KINDS}
     kinds |= {kind: holding.total(kind) for kind in ("parameters", "optimizer")}
-    if plan.lean is not None:
+    if plan.low_memory is not None:
         kinds["gradients"] = holding.largest
-        kinds["transient"] += LEAN_ON_CPU * min(holding.largest // 2, AT_ONCE) if place == "cpu" else 0
+        kinds["transient"] += LOW_MEMORY_ON_CPU * min(holding.largest // 2, AT_ONCE) if place == "cpu" else 0
         kinds["exchange"] += (UNDER_WAY + 1) * 2 * holding.largest if plan.ranks > 1 else 0  # all-reduce is in fp32
     elif plan.gradient_merge > 1 and plan.pipeline is not None:
         kinds["gradients"] = max(kinds["gradients"], holding.total("whole"))  # gradients of earlier batches

@@ -113,8 +113,8 @@ class ResidentEstimator:
     ) -> ParameterBytes:
         entries, size = math.prod(shape), parameter.element_size()
         trained = parameter.requires_grad
-        if plan.lean is not None and trained:  # each gradient is freed as soon as it has been applied
-            return ParameterBytes(2 * entries, 0, lean_bytes(shape), 2 * entries)
+        if plan.low_memory is not None and trained:  # each gradient is freed as soon as it has been applied
+            return ParameterBytes(2 * entries, 0, low_memory_bytes(shape), 2 * entries)
         here = math.prod(part) * size
         kept = here if plan.shard is not None and plan.shard.level == 3 else entries * size
         state = state_bytes(stepping, parameter, part, self._known)
@@ -143,8 +143,8 @@ class ResidentEstimator:
         return shapes, {name: value.numel() * value.element_size() for name, value in model.named_buffers()}
 
 
-def lean_bytes(shape: Sequence[int]) -> int:
-    """Return the bytes of the remainder and moments of a lean parameter."""
+def low_memory_bytes(shape: Sequence[int]) -> int:
+    """Return the bytes of the remainder and moments of a low_memory parameter."""
     from echelon.parallel.low_memory.state_placement import on_device
 
     kept = on_device(torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"))

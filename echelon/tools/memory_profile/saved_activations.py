@@ -87,7 +87,7 @@ def _chain(model: nn.Module, name: str, kept: Mapping[str, int]) -> Segments:
 def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dict[int, SavedActivations]:
     shadow, split = FakeModel(profile.model, []), plan.mesh.get("split", 1)
     batch = batch_placeholders(profile.placeholders(samples))
-    if plan.lean is not None:
+    if plan.low_memory is not None:
         _narrow(shadow.model)
     with contextlib.ExitStack() as within_all:
         group = within_all.enter_context(fake_process_group(split))
@@ -110,7 +110,7 @@ def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dic
 
 
 def _narrow(model: nn.Module) -> None:
-    """Cast trained weights to bf16, as lean does; autocast then makes no copies of them."""
+    """Cast trained weights to bf16, as low_memory does; autocast then makes no copies of them."""
     with placeholder_mode(), torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -9,7 +9,7 @@ from torch.optim import Adam, AdamW
 
 from echelon.base.errors import UsageError
 from echelon.plan import Plan
-from echelon.strategy import Lean, Shard
+from echelon.strategy import LowMemory, Shard
 from echelon.strategy.combine import refuse_conflicts
 from echelon.tools.memory_profile.training_job import Optimizers, TrainingJob
 
@@ -37,8 +37,11 @@ def _changes(plan: Plan, optimizers: Optimizers) -> dict[str, dict[str, object]]
     level = plan.shard.level if plan.shard else 0
     for higher in range(level + 1, 4) if plan.mesh["replicate"] > 1 else ():
         found[f"shard {higher}"] = {"shard": Shard(level=higher)}  # type: ignore[arg-type]
-    if plan.lean is None and all(type(each) in (Adam, AdamW) for each in optimizers.values()):
-        found["lean"] = {"lean": Lean(), "amp": None if plan.amp is None or plan.amp.dtype == "bf16" else plan.amp}
+    if plan.low_memory is None and all(type(each) in (Adam, AdamW) for each in optimizers.values()):
+        found["low_memory"] = {
+            "low_memory": LowMemory(),
+            "amp": None if plan.amp is None or plan.amp.dtype == "bf16" else plan.amp,
+        }
     return found
 
 

@@ -56,9 +56,9 @@ def _arithmetic(plan: Plan) -> Iterator[ExpectedDifference]:
             "forward and backward compute in 11 significant bits: losses within 0.5 %, entries of gradients within 10 %"
         )
         yield ExpectedDifference("amp='fp16'", says, outputs=0.01, loss=0.005, gradients=0.1, weights=0.01)
-    if plan.lean is not None:
+    if plan.low_memory is not None:
         says = "weights compute in 8 significant bits and moments are kept in 8 bits; no gradients are seen"
-        yield ExpectedDifference("lean", says, outputs=0.05, loss=0.05, weights=0.05)
+        yield ExpectedDifference("low_memory", says, outputs=0.05, loss=0.05, weights=0.05)
     if plan.wire is not None and plan.ranks > 1 and plan.dgc is None and plan.local is None:
         bits, off = (8, 0.02) if plan.wire == "bf16" else (11, 0.0025)
         says = f"gradients travel in {bits} significant bits, rounded twice: within {off:.2%}"

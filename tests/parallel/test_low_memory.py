@@ -1,4 +1,4 @@
-"""Lean training is the algorithm its page describes: an independent one in numpy arrives at the same bits."""
+"""Low-memory training is the algorithm its page describes: an independent one in numpy arrives at the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import QUIET
 
 import echelon
-from echelon import Checkpoint, Lean, LrScaling, Strategy
+from echelon import Checkpoint, LowMemory, LrScaling, Strategy
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.parallel.low_memory import building, formats
 from echelon.parallel.low_memory.state_placement import choose, spread, state_bytes
@@ -183,8 +183,8 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 CASES: list[tuple[Strategy, str, float]] = [
-    (Strategy(lean=True), "AdamW", 1.0),
-    (Strategy(lean=True, recompute=True, lr_scaling=LrScaling(warmup_steps=0)), "Adam", 2.0),
+    (Strategy(low_memory=True), "AdamW", 1.0),
+    (Strategy(low_memory=True, recompute=True, lr_scaling=LrScaling(warmup_steps=0)), "Adam", 2.0),
 ]
 
 
@@ -214,7 +214,7 @@ def test_lean_two_uneven_replicas_match_reference_bits() -> None:
 
 
 def test_a_loop_of_ones_own_takes_the_same_steps() -> None:
-    engine, net = begin(Strategy(lean=True))
+    engine, net = begin(Strategy(low_memory=True))
     for tokens, target in batches(4):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             engine.backward(loss_of(net(tokens), target))
@@ -224,14 +224,14 @@ def test_a_loop_of_ones_own_takes_the_same_steps() -> None:
 
 def test_lean_resumed_run_ends_with_same_bits(tmp_path: Path) -> None:
     """A run resumed from a checkpoint ends with the same bits as an uninterrupted one."""
-    straight, _ = begin(Strategy(lean=True))
-    stopped, _ = begin(Strategy(lean=True), checkpoint=Checkpoint(dir=str(tmp_path / "kept"), every=3))
+    straight, _ = begin(Strategy(low_memory=True))
+    stopped, _ = begin(Strategy(low_memory=True), checkpoint=Checkpoint(dir=str(tmp_path / "kept"), every=3))
     for tokens, target in batches(6):
         straight.step(tokens, target)
     for tokens, target in batches(6)[:3]:
         stopped.step(tokens, target)
     stopped.close()
-    again, _ = begin(Strategy(lean=True), checkpoint=Checkpoint(dir=str(tmp_path / "kept")))
+    again, _ = begin(Strategy(low_memory=True), checkpoint=Checkpoint(dir=str(tmp_path / "kept")))
     assert again.steps == 3
     for tokens, target in batches(6)[3:]:
         again.step(tokens, target)
@@ -242,13 +242,13 @@ def test_lean_resumed_run_ends_with_same_bits(tmp_path: Path) -> None:
 
 
 def test_state_that_is_not_lean_is_refused() -> None:
-    engine, net = begin(Strategy(lean=True))
+    engine, net = begin(Strategy(low_memory=True))
     plain = torch.optim.AdamW([nn.Parameter(p.detach().float()) for p in net.parameters()])
     for group in plain.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     plain.step()
-    with pytest.raises(CheckpointError, match="not lean; go on with the strategy it was saved with"):
+    with pytest.raises(CheckpointError, match="not low_memory; go on with the strategy it was saved with"):
         engine.optimizers["main"].load_state_dict(plain.state_dict())
 
 
@@ -308,7 +308,7 @@ def test_what_goes_to_the_host_is_spread_over_the_model() -> None:
     assert large == [True, False] * 4
     assert not any(spread(sizes, movable, 0.0))
     assert spread(sizes, movable, 1.0) == movable
-    assert choose([3, 2**21], Lean(), torch.device("cpu")).host_bytes == 0
+    assert choose([3, 2**21], LowMemory(), torch.device("cpu")).host_bytes == 0
     assert state_bytes(2**20) == 2**20 * 4 + 2**20 // 256 * 8
 
 
@@ -321,7 +321,7 @@ def test_a_model_is_built_in_bf16_with_the_weights_it_draws() -> None:
     assert 0.9 < float(net.table.weight.detach().float().std()) < 1.1
     assert torch.get_default_dtype() == torch.float32
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.003)
-    engine = echelon.distribute(net, loss=loss_of, optimizer=optimizer, strategy=Strategy(lean=True), log=QUIET)
+    engine = echelon.distribute(net, loss=loss_of, optimizer=optimizer, strategy=Strategy(low_memory=True), log=QUIET)
     losses = [float(engine.step(*batches(1)[0])) for _ in range(20)]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -331,23 +331,23 @@ def test_a_model_is_built_in_bf16_with_the_weights_it_draws() -> None:
     [
         (
             lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
-            "lean is built on torch.optim.Adam or torch.optim.AdamW",
+            "low_memory is built on torch.optim.Adam or torch.optim.AdamW",
         ),
-        (lambda net: torch.optim.AdamW(net.parameters(), amsgrad=True), "lean has no amsgrad"),
-        (lambda net: torch.optim.AdamW(net.double().parameters()), "lean: 'spare' is torch.float64; build the"),
+        (lambda net: torch.optim.AdamW(net.parameters(), amsgrad=True), "low_memory has no amsgrad"),
+        (lambda net: torch.optim.AdamW(net.double().parameters()), "low_memory: 'spare' is torch.float64; build the"),
     ],
 )
 def test_what_lean_cannot_do_is_refused_in_a_line(make: Any, line: str) -> None:
     echelon.init(seed=0, device="cpu")
     net = Tied()
     with pytest.raises(UsageError, match=line) as caught:
-        echelon.distribute(net, loss=loss_of, optimizer=make(net), strategy=Strategy(lean=True), log=QUIET)
+        echelon.distribute(net, loss=loss_of, optimizer=make(net), strategy=Strategy(low_memory=True), log=QUIET)
     assert "\n" not in str(caught.value)
 
 
 def test_32_bits_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"^amp=False and lean do not combine: lean computes in bf16"):
-        Strategy(lean=True, amp=False)
+    with pytest.raises(UsageError, match=r"^amp=False and low_memory do not combine: low_memory computes in bf16"):
+        Strategy(low_memory=True, amp=False)
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -355,7 +355,11 @@ def test_sparse_gradients_are_refused() -> None:
     net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
     with pytest.raises(UsageError, match=r"'0\.weight' has a sparse gradient; build its embedding with sparse=False"):
         echelon.distribute(
-            net, loss=loss_of, optimizer=torch.optim.AdamW(net.parameters()), strategy=Strategy(lean=True), log=QUIET
+            net,
+            loss=loss_of,
+            optimizer=torch.optim.AdamW(net.parameters()),
+            strategy=Strategy(low_memory=True),
+            log=QUIET,
         )
 
 
@@ -399,7 +403,7 @@ def train_on_gpu(directory: str) -> dict[str, dict[str, Tensor]]:
     found = {}
     for state in ("device", "host", "resumed"):
         place: Any = "device" if state == "device" else "host"
-        strategy = Strategy(lean=Lean(state=place), fast=False)
+        strategy = Strategy(low_memory=LowMemory(state=place), fast=False)
         engine, _ = begin(strategy, device="cuda")
         assert (engine.optimizers["main"].places.host_bytes > 0) == (place == "host")
         for i, (tokens, target) in enumerate(batches(6)):
