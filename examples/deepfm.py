@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.nn import SparseEmbedding
-from echelon.strategy.table_rules import Adagrad
+from echelon.strategy.sparse_update_rules import Adagrad
 
 SLOTS, NUMBERS, DIM = 26, 13, 8
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.data import CtrFiles, Loader
 from echelon.nn import SparseEmbedding
-from echelon.strategy.table_rules import Adagrad, Ftrl
+from echelon.strategy.sparse_update_rules import Adagrad, Ftrl
 
 COLUMNS = [
     *("age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation", "relationship"),

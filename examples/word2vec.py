@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.nn import SparseEmbedding
 from echelon.parameter_server.protocol.hashing import stable_hash
-from echelon.strategy.table_rules import Adagrad
+from echelon.strategy.sparse_update_rules import Adagrad
 
 TOPICS, WORDS, NEGATIVES = 6, 30, 5
 VOCABULARY = [f"topic{topic}-word{word}" for topic in range(TOPICS) for word in range(WORDS)]

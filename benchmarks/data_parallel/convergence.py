@@ -1,6 +1,6 @@
 """Every strategy and combination trained on real MNIST images by two Gloo ranks: is the test accuracy plain training's?
 
-    python benchmarks/convergence.py [--seeds 3] [--epochs 8] [--only dgc,localsgd] [--out results.json]
+    python benchmarks/data_parallel/convergence.py [--seeds 3] [--epochs 8] [--only dgc,localsgd] [--out results.json]
 
 All rows see the same images in the same order from the same initial weights, for the same number of epochs; the rate
 falls linearly to 0. One pair of processes for each seed trains all rows, one after another. The figure is the mean over
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon
+from benchmarks import ROOT
 from echelon import AdaptiveLocalSgd, Dgc, Lamb, Lars, LocalSgd, LrScaling, Outer, Strategy
 from echelon.planner.cost.strategy_traffic import ParameterSize, RankCounts, sent_bytes_per_step
 
@@ -116,7 +117,7 @@ ROWS: dict[str, Row] = {
 
 def data_folder() -> Path | None:
     """Where the images are, when they are here."""
-    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    beside = ROOT.parent / "shared" / "data"
     folder = Path(os.environ.get("ECHELON_TEST_DATA", beside))
     return folder if (folder / "mnist-10k-images-idx3-ubyte.gz").is_file() else None
 

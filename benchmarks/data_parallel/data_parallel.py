@@ -1,6 +1,6 @@
 """Echelon beside torch DDP on two Gloo ranks, and beside a hand-written loop in one process.
 
-    python benchmarks/data_parallel.py [--rounds 12] [--steps 4] [--out results.json]
+    python benchmarks/data_parallel/data_parallel.py [--rounds 12] [--steps 4] [--out results.json]
 
 Both contenders live in the same processes and take turns, a few steps each, so that whatever else the machine does
 hits both. The figure is the median over rounds of the ratio within a round; above 1 Echelon is faster.
@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from workloads import WORKLOADS, Workload
 
 import echelon
+from benchmarks.support.workloads import WORKLOADS, Workload
 
 Step = Callable[[torch.Tensor, torch.Tensor], object]
 

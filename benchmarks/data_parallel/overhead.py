@@ -1,6 +1,6 @@
 """What Echelon's own Python costs in a step, in a batch and in a pipeline's action, on a CPU.
 
-    python benchmarks/overhead.py [--rounds 40] [--steps 25] [--out results.json]
+    python benchmarks/data_parallel/overhead.py [--rounds 40] [--steps 25] [--out results.json]
 
 Contenders live in the same process and take turns. Figures are microseconds of CPU time, all threads of the process
 together, the least of all rounds: what else the machine does can only add to them.
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bubbles import job
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
+from benchmarks.support.job import job
 from echelon.parallel.pipeline.schedule_loop import StageTransfer, run_schedule
 from echelon.parallel.pipeline.transport import PipelineLinks
 from echelon.plan.schedule import make_schedule

@@ -1,7 +1,8 @@
 """Step time and loss of Echelon's ways to send less, beside torch's and Horovod's, between hosts with slow links.
 
-    sudo python benchmarks/slow_links.py [--hosts 2,4] [--rates 100mbit,1gbit,10gbit] [--models vgg,compute]
-         [--peers ddp,dense,...] [--rounds 3] [--steps 8] [--horovod-python PATH] [--quick] [--out results.json]
+    sudo python benchmarks/data_parallel/slow_links.py [--hosts 2,4] [--rates 100mbit,1gbit,10gbit]
+         [--models vgg,compute] [--peers ddp,dense,...] [--rounds 3] [--steps 8] [--horovod-python PATH]
+         [--quick] [--out results.json]
 
 Hosts are network namespaces of this machine, one process of one thread each; they share its cores, so "alone" shows
 what a step costs without the network. Contenders take turns within a round, and whoever is not on turn is stopped. A
@@ -28,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network import INTERFACE, UNLIMITED, Network, bits_per_second
 
-HERE = Path(__file__).resolve().parent
+from benchmarks import ROOT
+from benchmarks.support.network import INTERFACE, UNLIMITED, Network, bits_per_second
+
 LOCAL_STEPS = 8  # a turn must hold whole rounds of LocalSGD
 NAMES = {
     "alone": "alone (no exchange)",
@@ -57,7 +59,7 @@ class ContenderFailed(Exception):
 class Contender:
     """One process on each host, which trains only while it is this contender's turn."""
 
-    worker = "slow_links_worker.py"
+    worker = Path(__file__).with_name("slow_links_worker.py")
 
     def __init__(self, network: Network, name: str, model: str, port: int, python: str) -> None:
         self.name = name
@@ -65,7 +67,7 @@ class Contender:
         self.seconds: dict[str, list[float]] = {}  # by rate, one figure a round
         self.sent: dict[str, float] = {}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the processes
-        command = [python, "-u", "-W", "ignore", str(HERE / self.worker), name, model]
+        command = [python, "-u", "-W", "ignore", str(self.worker), name, model]
         self._processes = [
             network.start(host, command, _environment(network, host, port), self._log)
             for host in range(len(network.addresses))
@@ -139,7 +141,7 @@ def _environment(network: Network, host: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE.parent),
+        "PYTHONPATH": str(ROOT),
     }
 
 

@@ -1,4 +1,4 @@
-"""The two models of benchmarks/slow_links.py and the handwritten digits they learn.
+"""The two models of benchmarks/data_parallel/slow_links.py and the handwritten digits they learn.
 
 Digits come from MNIST's test part where $ECHELON_TEST_DATA is a folder that holds it, else they are made up: ten
 blurred shapes with noise. No model has batch norms: over all replicas or per replica is another comparison.

@@ -1,4 +1,4 @@
-"""One host's process of benchmarks/slow_links.py: trains with one contender, some steps whenever it is told to.
+"""One host's process of slow_links.py: trains with one contender, some steps whenever it is told to.
 
     python slow_links_worker.py CONTENDER MODEL        in the environment that torchrun would make
 
@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from network import INTERFACE, bytes_sent
-from slow_links_models import WORKS, Work, batches
 from torch import Tensor, nn
+
+from benchmarks.data_parallel.slow_links_models import WORKS, Work, batches
+from benchmarks.support.network import INTERFACE, bytes_sent
 
 _loss = nn.functional.cross_entropy
 

@@ -1,6 +1,7 @@
 """What compressing a gradient costs: selecting the largest entries, and a compressor's whole step.
 
-    python benchmarks/topk.py [--entries 25000000] [--device cpu|cuda] [--threads 1] [--rounds 7] [--out results.json]
+    python benchmarks/data_parallel/topk.py [--entries 25000000] [--device cpu|cuda] [--threads 1]
+           [--rounds 7] [--out results.json]
 
 Contenders take turns, round by round; times are medians over rounds, ratios medians of the ratios within a round. On
 one CPU thread it is processor time that counts, so that neighbours on the machine do not.

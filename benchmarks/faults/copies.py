@@ -1,6 +1,6 @@
 """What a copy of the training state after every step costs a step.
 
-    python benchmarks/copies.py [--cases data,shard,pipeline] [--blocks 6] [--steps 4] [--out results.json]
+    python benchmarks/faults/copies.py [--cases data,shard,pipeline] [--blocks 6] [--steps 4] [--out results.json]
 
 Two ranks of one thread each train a narrow ResNet-18 (2.8 million parameters, SGD with momentum: 22 MB of state) on
 batches of 32 made-up images of 32 x 32. data: both on one host, so each copies half of the state; shard, pipeline: one
@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from workloads import ResNet18
 
 import echelon
+from benchmarks.support.workloads import ResNet18
 from echelon import Log, Strategy, annotate, pipeline, stage
 from echelon.distributed.collectives import gather_json
 from echelon.engine.in_memory.checkpointer import MemoryCheckpointer

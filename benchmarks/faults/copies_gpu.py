@@ -1,6 +1,6 @@
 """What a copy of the training state after every step costs a step on a GPU: ResNet-50 (timm's), bf16, batches of 256.
 
-    echelon run --procs 1 --copies 1 benchmarks/copies_gpu.py
+    echelon run --procs 1 --copies 1 benchmarks/faults/copies_gpu.py
 
 Blocks of steps with and without copies take turns; the ratio is the median over neighbouring blocks.
 """

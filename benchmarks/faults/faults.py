@@ -1,8 +1,8 @@
 """Faults between hosts, each at random moments, in each mode: the job goes on by itself to the weights of an
 undisturbed run, or it ends soon and says why. Hosts are network namespaces on this machine (Linux, root).
 
-    python benchmarks/faults.py [--modes data pipeline ...] [--faults kill-rank ...] [--moments 5] [--at-once 1]
-                                [--out faults.json]
+    python benchmarks/faults/faults.py [--modes data pipeline ...] [--faults kill-rank ...] [--moments 5] [--at-once 1]
+           [--out faults.json]
 
 Two hosts train, a third stands by; all three were given the same command. Modes with parameter servers have two hosts
 with a server and a worker each, and nobody stands by; there a launcher that was killed is started again, as the
@@ -26,8 +26,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from network import Network
 from safetensors.torch import load_file
+
+from benchmarks import ROOT
+from benchmarks.support.network import Network
+from echelon.distributed import rank_main
 
 MODES = ("data", "pipeline", "split", "shard", "ps")
 STEPS = 48
@@ -62,7 +65,7 @@ class Job:
         self._env = os.environ | {
             "ECHELON_TOKEN": os.urandom(8).hex(),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": str(ROOT),
         }
         self.hosts = range(2 if mode == "ps" else 3)
         self.launchers = [self._start(host, copies) for host in self.hosts]
@@ -102,7 +105,7 @@ class Job:
             with contextlib.suppress(OSError, ValueError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 env = (entry / "environ").read_bytes()
-                if marker.encode() in words and b"\0RANK=" in env and b"worker.py" in words[1]:
+                if marker.encode() in words and b"\0RANK=" in env and rank_main.__file__.encode() == words[1]:
                     return int(entry.name)
         return 0
 

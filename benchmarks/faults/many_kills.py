@@ -1,6 +1,6 @@
 """kill -9 of a random rank, again and again, in one long data-parallel run: it must end with the losses of a quiet one.
 
-    python benchmarks/many_kills.py [--kills 100] [--procs 2] [--out many_kills.json]
+    python benchmarks/faults/many_kills.py [--kills 100] [--procs 2] [--out many_kills.json]
 
 The next rank is killed when training has gone on after the last one, a random moment later.
 """
@@ -19,6 +19,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from benchmarks import ROOT
+from echelon.distributed import rank_main
 
 HANGS = 120.0
 EACH = 6  # steps between two kills, about
@@ -54,7 +57,7 @@ def start(place: Path, steps: int, procs: int, kills: int) -> subprocess.Popen[b
         return subprocess.Popen(
             [sys.executable, "-m", "echelon", "run", *words],
             cwd=place,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=said,
             stderr=said,
         )
@@ -72,7 +75,7 @@ def losses(place: Path, rank: int = 0) -> dict[int, list[str]]:
 
 def ranks_of(launcher: int) -> list[int]:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if rank_main.__file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def until(holds: Callable[[], object], process: subprocess.Popen[bytes]) -> None:

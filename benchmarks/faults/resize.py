@@ -1,6 +1,6 @@
 """One job on 1, 2, 3, 2 and 1 hosts, without a restart of the command: it must end with the weights of one process.
 
-    python benchmarks/resize.py [--out resize.json]          # hosts are network namespaces (Linux, root)
+    python benchmarks/faults/resize.py [--out resize.json]          # hosts are network namespaces (Linux, root)
 
 Two hosts come one after the other; then one is lost (kill -9 of its launcher) and one leaves (SIGTERM). The global
 batch stays the same by the default rule, so every step is the one that a single process makes. A step after which ranks
@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from network import Network
 from safetensors.torch import load_file
+
+from benchmarks import ROOT
+from benchmarks.support.network import Network
 
 STEPS, EACH, HANGS = 160, 12, 90.0
 TRAIN = """
@@ -96,7 +98,7 @@ def main() -> None:
     ask.add_argument("--out", type=Path)
     asked = ask.parse_args()
     root = Path(tempfile.mkdtemp(prefix="resize-"))
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "ECHELON_TOKEN": os.urandom(8).hex()}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "ECHELON_TOKEN": os.urandom(8).hex()}
     for name in ("many", "one"):
         (root / name).mkdir()
         (root / name / "train.py").write_text(TRAIN)

@@ -1,6 +1,6 @@
 """Checks of the fast path on a GPU: the same losses as plain PyTorch, and no step that waits for the device.
 
-    python benchmarks/fast_gpu.py ["convolutions" ...]
+    python benchmarks/gpu/fast_gpu.py ["convolutions" ...]
 
 One line of JSON a check; exit code 1 where one fails. Needs a GPU that nobody else uses: where the device is busy with
 other things, no graph is made.
@@ -286,7 +286,7 @@ def in_general() -> Iterator[bool]:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/fast_gpu.py needs a GPU; torch sees none here")
+        raise SystemExit("benchmarks/gpu/fast_gpu.py needs a GPU; torch sees none here")
     echelon.init()
     even, uneven = [32] * STEPS, [32] * (STEPS - 6) + [20, 32, 7, 32, 13, 32]
     results = [

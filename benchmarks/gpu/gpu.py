@@ -1,6 +1,6 @@
 """Echelon's defaults beside hand-written loops, Lightning Fabric and Accelerate on one GPU, bf16.
 
-    python benchmarks/gpu.py resnet50|resnet50_64|bert_large|bert_large_64|gpt2_medium
+    python benchmarks/gpu/gpu.py resnet50|resnet50_64|bert_large|bert_large_64|gpt2_medium
         [--contenders eager compiled graphs fabric accelerate echelon] [--rounds 3] [--steps 15] [--out results.json]
         [--no-roofline]
 
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_workloads import WORKLOADS, Workload
-from roofline import PEAK, floor
 from torch import Tensor, nn
 
 import echelon
+from benchmarks.gpu.gpu_workloads import WORKLOADS, Workload
+from benchmarks.gpu.roofline import PEAK, floor
 
 Step = Callable[[], object]
 FIRST = 3  #: steps that count as starting
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/gpu.py needs a GPU; torch sees none here")
+        raise SystemExit("benchmarks/gpu/gpu.py needs a GPU; torch sees none here")
     echelon.init()
     contenders = args.contenders or ["eager", "compiled", "fabric", "accelerate", "echelon"]
     least = None if args.no_roofline else least_of(args.workload)

@@ -1,6 +1,6 @@
 """All of gpu.py's works, one after another: a table and one file of results.
 
-    python benchmarks/gpu_all.py OUT [resnet50 bert_large:eager,compiled,echelon ...] [--starting ...] [--limit 300]
+    python benchmarks/gpu/gpu_all.py OUT [resnet50 bert_large:eager,compiled,echelon ...] [--starting ...] [--limit 300]
 
 Compiling takes most of the time, and processors more than the GPU. So each contender first runs for some steps in a
 process and a compiler's cache of its own, several of them side by side, which gives its start-up time with nothing

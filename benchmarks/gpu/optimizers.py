@@ -1,7 +1,7 @@
 """LARS and LAMB beside torch's fused SGD and AdamW: one step over the parameters of ResNet-50 and of BERT-large.
 
-    python benchmarks/optimizers.py [--only resnet50|bert_large] [--rounds 10] [--steps 20] [--out results.json]
-    python benchmarks/optimizers.py --tune      how the GPU kernels' work is best cut on this device
+    python benchmarks/gpu/optimizers.py [--only resnet50|bert_large] [--rounds 10] [--steps 20] [--out results.json]
+    python benchmarks/gpu/optimizers.py --tune      how the GPU kernels' work is best cut on this device
 
 All contenders live in one process and take turns; a figure is the median over rounds of the ratio of times within a
 round, so above 1 is slower than torch. Without a GPU only ResNet-50's parameters are taken, unless asked for.

@@ -1,6 +1,7 @@
 """BERT-large pretraining on sequences of different length, on one GPU: Echelon's packed rows beside padded loops.
 
-    python benchmarks/packing_gpu.py [--rows 128 512] [--lengths documents speeches] [--rounds 3] [--out results.json]
+    python benchmarks/gpu/packing_gpu.py [--rows 128 512] [--lengths documents speeches]
+           [--rounds 3] [--out results.json]
 
     hand-written         transformers' BertForMaskedLM, rows padded to their full length, logits of all tokens;
                          compiled, bf16, fused AdamW: what one writes by hand
@@ -231,7 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/packing_gpu.py needs a GPU; torch sees none here")
+        raise SystemExit("benchmarks/gpu/packing_gpu.py needs a GPU; torch sees none here")
     echelon.init()
     results = []
     for row in args.rows:

@@ -1,6 +1,6 @@
 """The largest GPT that one device trains: plain PyTorch AdamW in fp32, and Echelon's lean strategy.
 
-    python benchmarks/large_gpt.py --plain 8.0:9.4 --recomputed 8.6:9.4 --lean 34:44 --out large_gpt.json
+    python benchmarks/low_memory/large_gpt.py --plain 8.0:9.4 --recomputed 8.6:9.4 --lean 34:44 --out large_gpt.json
 
 Each range is gone through by bisection, layer by layer; every attempt is a process of its own, makes three steps on
 made-up tokens, and ends when memory does. ``--lean 36`` tries one size; ``--batch`` is in sequences of 1,024 tokens.
@@ -77,7 +77,7 @@ def lean(how: str, layers: int, settings: dict[str, Any]) -> tuple[nn.Module, An
         model,
         loss=loss_of,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        strategy=echelon.Strategy(lean=echelon.Lean(**settings), recompute=True),
+        strategy=echelon.Strategy(low_memory=echelon.LowMemory(**settings), recompute=True),
         log=echelon.Log(every=1000),
     )
     return model, engine.step
@@ -154,7 +154,7 @@ def main() -> None:
     for how in WIDTH:
         parser.add_argument(f"--{how}", help="billions of parameters: one size, or LOW:HIGH")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--settings", type=json.loads, default={}, help="of Lean, as JSON")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of LowMemory, as JSON")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--attempt", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,6 +1,6 @@
 """Does lean training learn what AdamW in fp32 learns? One GPT on one text, from the same weights, batch by batch.
 
-    python benchmarks/lean_loss.py tinyshakespeare.txt --steps 400 --out lean_loss.json
+    python benchmarks/low_memory/lean_loss.py tinyshakespeare.txt --steps 400 --out lean_loss.json
 
 fp32 is a hand-written loop; fp32 with other batches says how far apart two runs are anyway; bf16 is Echelon's amp.
 """
@@ -87,7 +87,7 @@ def main() -> None:
         "fp32": (by_hand, 1),
         "fp32, other batches": (by_hand, 2),
         "bf16": (by_engine(Strategy(amp="bf16", fast=plain)), 1),
-        "lean": (by_engine(Strategy(lean=True, fast=plain)), 1),
+        "lean": (by_engine(Strategy(low_memory=True, fast=plain)), 1),
     }
     found = {}
     for name, (make, seed) in ways.items():

@@ -1,6 +1,6 @@
 """The largest batch of BERT-large that fits on one GPU, and its speed: fp32, bf16, recomputed, and offloaded.
 
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python benchmarks/recompute.py
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python benchmarks/low_memory/recompute.py
         [--sequence 128 512] [--only NAME ...] [--steps 3] [--out results.json]
 
 Peak memory is a line in the batch size: three small batches give it, the line gives the largest batch, and that batch
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/recompute.py needs a GPU; torch sees none here")
+        raise SystemExit("benchmarks/low_memory/recompute.py needs a GPU; torch sees none here")
     echelon.init()
     result: dict[str, object] = {
         "device": torch.cuda.get_device_name(),

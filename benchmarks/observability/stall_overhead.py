@@ -1,6 +1,7 @@
 """What the stall watch costs a step, and what a roll call costs in the steps that begin with one.
 
-    python benchmarks/stall_overhead.py [--rounds 40] [--steps 25] [--out benchmarks/measured/stall_overhead.json]
+    python benchmarks/observability/stall_overhead.py [--rounds 40] [--steps 25]
+           [--out benchmarks/measured/stall_overhead.json]
 
 Two ranks, data parallel, one thread each. Blocks of steps with the watch on (waits noted, a report a second as without
 ``echelon run``, rank 0 judging) and off (nothing noted, no reporter) take turns in one run, in changing order, so that
@@ -25,11 +26,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon
+from benchmarks import ROOT
 from echelon.base.environment import STALL
 from echelon.distributed import activity as noting
 from echelon.observability.stall import reporter
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from harness import run
 
 
@@ -42,12 +44,15 @@ class _Off:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def lap(self, *_: object) -> float:
+        return time.monotonic()  # the step clock goes on
+
 
 def switch(on: bool, engine: echelon.Engine) -> None:
     """Notes and the reporter, on or off. Methods are swapped so that code that has imported the classes is reached."""
     for kind, methods in _KEPT.items():
         for name, method in methods.items():
-            setattr(kind, name, method if on else getattr(_Off, name, lambda *_: None))
+            setattr(kind, name, method if on else getattr(_Off, name))
     if on:
         reporter.report(engine.world)
     else:

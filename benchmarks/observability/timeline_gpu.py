@@ -1,6 +1,6 @@
 """Timelines on a GPU: are kernels where they belong, and what does recording cost?
 
-    python benchmarks/timeline_gpu.py            on the GPU, or on the CPU where there is none
+    python benchmarks/observability/timeline_gpu.py            on the GPU, or on the CPU where there is none
 
 Records three steps of a convnet in one process and in two that share the GPU over Gloo; checks that every kernel runs
 after the phase that launched it began and inside its step, that all phases have some, and that their sum is no more

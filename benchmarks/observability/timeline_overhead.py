@@ -1,6 +1,7 @@
 """What recording a timeline costs a step on a CPU, and what it costs not to record.
 
-    python benchmarks/timeline_overhead.py [--rounds 30] [--steps 20] [--out benchmarks/measured/timeline_overhead.json]
+    python benchmarks/observability/timeline_overhead.py [--rounds 30] [--steps 20]
+           [--out benchmarks/measured/timeline_overhead.json]
 
 Two ranks, data parallel, one thread each. Blocks of steps with and without a recording take turns in one run, so that
 whatever else the machine does falls on both alike; the figure is the median over pairs of blocks of the ratio of their
@@ -25,10 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon
+from benchmarks import ROOT
 from echelon.distributed.activity import activity
 from echelon.observability.trace.trace_session import TraceSession
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from harness import run
 
 

@@ -1,6 +1,6 @@
 """AUC of Wide & Deep on UCI Adult in every mode, beside one process.
 
-    ADULT=DIR python benchmarks/adult_auc.py [--epochs 6] [--out results.json]
+    ADULT=DIR python benchmarks/parameter_server/adult_auc.py [--epochs 6] [--out results.json]
 
 Runs examples/wide_deep.py; DIR holds adult-train.csv.gz and adult-test.csv.gz. 2 workers and 2 servers share the global
 batch that one process has alone.
@@ -16,7 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "wide_deep.py"
+from benchmarks import ROOT
+
+EXAMPLE = ROOT / "examples" / "wide_deep.py"
 MODES = ("sync", "async", "bounded", "geo", "hybrid")
 
 

@@ -1,7 +1,7 @@
 """Examples a second and loss of work C with parameter servers: Echelon beside Paddle, TensorFlow and TorchRec.
 
-    python benchmarks/ctr.py [--rounds 3] [--steps 180] [--warmup 20] [--only echelon-async,...] [--peers DIR]
-         [--environments DIR] [--out results.json]
+    python benchmarks/parameter_server/ctr.py [--rounds 3] [--steps 180] [--warmup 20] [--only echelon-async,...]
+         [--peers DIR] [--environments DIR] [--out results.json]
 
 Work C is in ``ctr_work.py``: two workers with batches of 512, one thread each, Adagrad for rows (row-wise where a
 contender has it) and SGD for the network. Contenders take turns within a round on the same cores; a contender's speed
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctr_work import write_criteo
+from benchmarks.parameter_server.ctr_work import write_criteo
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 2

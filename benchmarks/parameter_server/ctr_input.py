@@ -1,6 +1,6 @@
 """Reading click logs: rows a second of ``CtrFiles`` beside readers in plain Python and in numpy.
 
-    python benchmarks/ctr_input.py [--rows 200000] [--rounds 5] [--batch 512] [--out results.json]
+    python benchmarks/parameter_server/ctr_input.py [--rows 200000] [--rounds 5] [--batch 512] [--out results.json]
 
 The file is generated: Criteo's format, label, 13 counts, 26 words of 8 hexadecimal digits, a tenth missing.
 All contenders give the same tensors (ids, logarithms of the counts, label), which is checked before anything is timed.
@@ -147,7 +147,7 @@ def main() -> None:
 
 def network(batch: int, steps: int = 100) -> float:
     """Examples a second and core that the network of the comparison takes, rows' gradient included."""
-    from ctr_worker import bound
+    from benchmarks.parameter_server.ctr_worker import bound
 
     return batch * 1e3 / float(bound(steps, 10)["cpu_ms_step"])
 

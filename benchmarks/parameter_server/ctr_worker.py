@@ -1,7 +1,8 @@
 """One worker of work C, or of its bound; started by ``ctr.py`` and printing ``RESULT {json}``.
 
-    echelon run --servers 1 --workers 2 benchmarks/ctr_worker.py --mode async [--steps 150] [--warmup 20]
-    python benchmarks/ctr_worker.py --mode bound
+    echelon run --servers 1 --workers 2 benchmarks/parameter_server/ctr_worker.py --mode async
+            [--steps 150] [--warmup 20]
+    python benchmarks/parameter_server/ctr_worker.py --mode bound
 
 With ``--files PATTERN`` the batches come from Criteo files through ``CtrFiles`` instead of from memory.
 """
@@ -23,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from ctr_work import BATCH, DIM, RATE, SLOTS, Dense, batches, dealt
 from torch import Tensor, nn
+
+from benchmarks.parameter_server.ctr_work import BATCH, DIM, RATE, SLOTS, Dense, batches, dealt
 
 
 class Stopwatch:
@@ -104,7 +106,7 @@ class Model(nn.Module):
     def __init__(self, accumulator: float) -> None:
         import echelon
         from echelon.parameter_server.protocol.job_spec import Initializer
-        from echelon.strategy.table_rules import Adagrad
+        from echelon.strategy.sparse_update_rules import Adagrad
 
         super().__init__()
         self.rows = echelon.nn.SparseEmbedding(

@@ -1,6 +1,6 @@
 """What it costs a server to lose nothing: journal, snapshots, restore, checkpoints, and the memory beside the table.
 
-    python benchmarks/keeping.py [--ids 2000000] [--dim 16] [--directory DIR] [--out results.json]
+    python benchmarks/parameter_server/keeping.py [--ids 2000000] [--dim 16] [--directory DIR] [--out results.json]
 
 Figures are of the machine as it is (its load is written down beside them); appends are medians over 200 pushes of 1 MB.
 """
@@ -29,7 +29,7 @@ from echelon.parameter_server.protocol.hashing import mix_all
 from echelon.parameter_server.protocol.job_spec import JobSpec, PersistenceSettings, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
-from echelon.strategy.table_rules import Adagrad
+from echelon.strategy.sparse_update_rules import Adagrad
 
 PUSHES = 200
 

@@ -1,6 +1,6 @@
 """A table of 100 million ids on one machine: made, trained, snapshot while it lives, restored by another process.
 
-    python benchmarks/ps_scale.py [--ids 100000000] [--directory DIR] [--out results.json]
+    python benchmarks/parameter_server/ps_scale.py [--ids 100000000] [--directory DIR] [--out results.json]
 
 16 floats a row, row-wise Adagrad, records in a memory-mapped file (disk tier). Needs some 25 GB of disk for 100 million
 ids: the records twice (one process after the other), and the snapshot.
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from keeping import named
 
+from benchmarks.parameter_server.keeping import named
 from echelon.parameter_server.persistence.persistence import ShardPersistence
 from echelon.parameter_server.protocol.job_spec import JobSpec, PersistenceSettings, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
-from echelon.strategy.table_rules import Adagrad
+from echelon.strategy.sparse_update_rules import Adagrad
 
 DIM, BATCH, KEEPING = 16, 200_000, PersistenceSettings(snapshot_every=36000.0)
 

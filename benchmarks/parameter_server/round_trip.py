@@ -1,6 +1,7 @@
 """What a question to a parameter server costs: p50 and p99 of the round trip, and processor time on both sides.
 
-    python benchmarks/round_trip.py [--ids 7000] [--dim 16] [--dense 142500] [--asks 1000] [--bare] [--out results.json]
+    python benchmarks/parameter_server/round_trip.py [--ids 7000] [--dim 16] [--dense 142500] [--asks 1000]
+           [--bare] [--out results.json]
 
 One server process, one worker, loopback. "pull" asks for the rows of the ids, "push" sends their gradients and those of
 a dense network, "empty" carries nothing: what the transport alone takes. ``--bare`` answers without tables: the same
@@ -27,7 +28,7 @@ from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.parameter_server.protocol.job_spec import DenseBlock, DenseRule, JobSpec, PersistenceSettings, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.flight_server import FlightServer
-from echelon.strategy.table_rules import Adagrad
+from echelon.strategy.sparse_update_rules import Adagrad
 
 ENDPOINT = "127.0.0.1:18765"
 

@@ -1,7 +1,7 @@
 """What the sparse table does on one core: rows pulled and pushed a second, bytes an id, and what a start costs.
 
-    python benchmarks/table.py [speed] [memory] [batch] [start] [scale] [--ids 10000000] [--dim 16] [--rounds 5]
-                               [--directory DIR] [--out results.json]
+    python benchmarks/parameter_server/table.py [speed] [memory] [batch] [start] [scale] [--ids 10000000]
+           [--dim 16] [--rounds 5] [--directory DIR] [--out results.json]
 
 Parts take turns within a round; figures are medians over rounds, of processor time (neighbours on the machine still
 take memory bandwidth: the load is written down beside them). "scale" makes 100M ids on disk and is run only if named.
@@ -27,7 +27,7 @@ import numpy as np
 from echelon.parameter_server.protocol.hashing import mix_all
 from echelon.parameter_server.protocol.job_spec import TableSpec
 from echelon.parameter_server.table import Table, add_rows, dedupe, expand, merge, partition
-from echelon.strategy.table_rules import Adagrad
+from echelon.strategy.sparse_update_rules import Adagrad
 
 BATCH = 100_000  # ids of a large push
 CLICKS = 13_312  # ids of a batch of 512 examples with 26 fields
@@ -155,7 +155,7 @@ START = """
 import time
 begin = time.perf_counter()
 import numpy as np
-from echelon.strategy.table_rules import Adagrad
+from echelon.strategy.sparse_update_rules import Adagrad
 from echelon.parameter_server.protocol.job_spec import TableSpec
 from echelon.parameter_server.table import Table, add_rows, dedupe, expand, merge, partition
 imported = time.perf_counter() - begin

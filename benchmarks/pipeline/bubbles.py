@@ -1,6 +1,6 @@
 """How long the ranks of a pipeline idle, measured beside theory: stages that sleep, messages that are real.
 
-    python benchmarks/bubbles.py [--ranks 2 4 8] [--micro-batches 8] [--rounds 3] [--out results.json]
+    python benchmarks/pipeline/bubbles.py [--ranks 2 4 8] [--micro-batches 8] [--rounds 3] [--out results.json]
 
 A stage sleeps for 150 ms forward and 300 ms backward (150 and 150 in two parts), in two halves where two stages share
 a rank, and sends 64 KB to the next one over Gloo. The bubble is the time from the first action's begin to the last's
@@ -16,18 +16,17 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import echelon
+from benchmarks.support.job import job
 from echelon.distributed.collectives import all_gather
 from echelon.parallel.pipeline.schedule_loop import Part, StageTransfer, run_schedule
 from echelon.parallel.pipeline.transport import PipelineLinks
@@ -175,18 +174,6 @@ def main() -> None:
     print(json.dumps(told))
     if args.out:
         args.out.write_text(json.dumps(told, indent=1) + "\n")
-
-
-def job(script: str, ranks: int, options: Sequence[str]) -> list[dict[str, Any]]:
-    """What the ranks of ``script --worker`` print as results."""
-    command = [sys.executable, "-m", "echelon", "run", "--procs", str(ranks), "--log-dir", "log/bench", script]
-    command += ["--worker", *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT ")]
-    if output.returncode or not lines:
-        sys.exit(f"{ranks} ranks failed:\n{output.stdout}\n{output.stderr}")
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pipelines and split heads beside data parallel between hosts with slow links, and beside torch's own pipelining.
 
-    sudo python benchmarks/hybrid.py a|b|c [--quick] [--cases bert,...] [--hosts 2,4] [--rates 100mbit,1gbit,...]
-         [--rounds 3] [--steps 3] [--out results.json]
+    sudo python benchmarks/pipeline/hybrid.py a|b|c [--quick] [--cases bert,...] [--hosts 2,4]
+         [--rates 100mbit,1gbit,...] [--rounds 3] [--steps 3] [--out results.json]
 
 a: a BERT-like transformer, data parallel (torch DDP, Echelon) and as a pipeline, at one global batch
 b: classification with 100,000 classes, data parallel and with the head split; with 1,000,000 under a memory limit
@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network import UNLIMITED, Network
-from slow_links import Contender, ContenderFailed, rounds_at
+
+from benchmarks.data_parallel.slow_links import Contender, ContenderFailed, rounds_at
+from benchmarks.support.network import UNLIMITED, Network
 
 NAMES = {
     "ddp": "torch DDP",
@@ -51,7 +52,7 @@ TOLERANCE = 1e-4
 class Runner(Contender):
     """A contender of this benchmark: also knows what every host sent and how much memory it had."""
 
-    worker = "hybrid_worker.py"
+    worker = Path(__file__).with_name("hybrid_worker.py")
 
     def __init__(self, network: Network, name: str, case: str, port: int) -> None:
         self.busiest: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The models of benchmarks/hybrid.py, how each is cut, and the batches it learns from.
+"""The models of benchmarks/pipeline/hybrid.py, how each is cut, and the batches it learns from.
 
 All are free of batch norm and dropout, so that every way to spread a model over ranks computes the same.
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from workloads import Transformer, token_loss
+
+from benchmarks.support.workloads import Transformer, token_loss
 
 Batch = tuple[Tensor, Tensor]
 

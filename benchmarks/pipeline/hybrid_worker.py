@@ -1,4 +1,4 @@
-"""One host's process of benchmarks/hybrid.py: trains with one contender, some steps whenever it is told to.
+"""One host's process of benchmarks/pipeline/hybrid.py: trains with one contender, some steps whenever it is told to.
 
     python hybrid_worker.py CONTENDER CASE        in the environment that torchrun would make
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hybrid_models import CASES, Batch, Case, Piece, batches, share, stages
-from slow_links_worker import Contender, hand_written, turn
 from torch import Tensor, nn
 
 import echelon
+from benchmarks.data_parallel.slow_links_worker import Contender, hand_written, turn
+from benchmarks.pipeline.hybrid_models import CASES, Batch, Case, Piece, batches, share, stages
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 VIRTUAL = 2  # stages on each rank, where they are interleaved

@@ -1,7 +1,7 @@
 """Echelon's pipelines beside torch.distributed.pipelining, on the same cut and schedule: by the clock and in CPU time.
 
-    python benchmarks/pipelining.py [--case narrow wide] [--schedule 1f1b] [--ranks 2 4] [--rounds 15] [--steps 6]
-           [--out results.json]
+    python benchmarks/pipeline/pipelining.py [--case narrow wide] [--schedule 1f1b] [--ranks 2 4] [--rounds 15]
+           [--steps 6] [--out results.json]
 
 Contenders live in the same processes, one thread each, over Gloo on loopback, and take turns within a round: half of
 the rounds one begins, half the other. CPU time is that of all threads of all ranks together; it depends little on what
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bubbles import job
-from hybrid_models import CASES, Batch, Case, Piece, batches, stages
 from torch import Tensor, nn
 
 import echelon
+from benchmarks.pipeline.hybrid_models import CASES, Batch, Case, Piece, batches, stages
+from benchmarks.support.job import job
 from echelon.distributed.collectives import all_gather
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")

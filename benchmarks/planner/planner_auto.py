@@ -1,6 +1,6 @@
 """The planner's choice among all plans set by hand, each measured: ranks between hosts with slow links.
 
-    sudo python benchmarks/planner_auto.py [--layouts 2x1 2x2] [--rates 100mbit 1gbit 10gbit]
+    sudo python benchmarks/planner/planner_auto.py [--layouts 2x1 2x2] [--rates 100mbit 1gbit 10gbit]
          [--models vgg transformer] [--rounds 3] [--bench FILE] [--quick] [--out results.json]
 
 Hosts are network namespaces of this machine, as in slow_links.py; 2x2 are two hosts of two ranks, a process of one
@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_quota import Quotas
-from network import INTERFACE, UNLIMITED, Network, bits_per_second
-from planner_hand import by_hand
-from planner_models import OPTIMIZER, TASKS, Task
-from slow_links import HERE, Contender, ContenderFailed
 
+from benchmarks import ROOT
+from benchmarks.data_parallel.slow_links import Contender, ContenderFailed
+from benchmarks.planner.planner_hand import by_hand
+from benchmarks.planner.planner_models import OPTIMIZER, TASKS, Task
+from benchmarks.support.cpu_quota import Quotas
+from benchmarks.support.network import INTERFACE, UNLIMITED, Network, bits_per_second
 from echelon.base.config import build
 from echelon.plan.draft import Draft
 from echelon.planner.apply.save_plan import make_saved_plan
@@ -50,6 +51,7 @@ from echelon.planner.plan_search.search import search
 from echelon.planner.profiling.profile import Profile, profile
 from echelon.tools.bench.fit_figures import link_figures
 
+WORKER = Path(__file__).with_name("planner_auto_worker.py")
 WANTED = 0.97
 NEAR = 1.1  # times the best's step: who is measured again
 MOST_FINALISTS = 6
@@ -84,7 +86,7 @@ class Crew(Contender):
 
     def __init__(self, network: Network, layout: Layout, task: str, port: int) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the processes
-        command = [sys.executable, "-u", "-W", "ignore", str(HERE / "planner_auto_worker.py"), task]
+        command = [sys.executable, "-u", "-W", "ignore", str(WORKER), task]
         self._processes = [
             network.start(rank // layout.each, command, _environment(network, layout, rank, port), self._log)
             for rank in range(layout.ranks)
@@ -132,7 +134,7 @@ def _environment(network: Network, layout: Layout, rank: int, port: int) -> dict
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE.parent),
+        "PYTHONPATH": str(ROOT),
     }
 
 

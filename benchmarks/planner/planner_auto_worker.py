@@ -1,4 +1,4 @@
-"""One rank of benchmarks/planner_auto.py: builds a plan, trains with it for some steps, drops it, whenever told to.
+"""One rank of planner_auto.py: builds a plan, trains with it for some steps, drops it, whenever told to.
 
     python planner_auto_worker.py TASK        in the environment that torchrun would make
 
@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bubbles import first_in_line
-from planner_models import TASKS, Batch, Task, part_of, row_counts
 
 import echelon
+from benchmarks.pipeline.bubbles import first_in_line
+from benchmarks.planner.planner_models import TASKS, Batch, Task, part_of, row_counts
 from echelon.distributed import world as worlds
 from echelon.plan.saved_plan import SavedPlan
 from echelon.tools.bench.collective_timing import collective_rows

@@ -1,6 +1,6 @@
 """Step time and memory on one GPU as the planner foretells them beside measured ones, and its choices beside others.
 
-    python benchmarks/planner_gpu.py [--only settings|choices] [--bench FILE] [--steps 5] [--compile]
+    python benchmarks/planner/planner_gpu.py [--only settings|choices] [--bench FILE] [--steps 5] [--compile]
          [--out results.json]
 
 settings: ResNet-50, BERT-large and a GPT with different batches, words, types, recomputation and micro-batches, each
@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from planner_gpu_models import RESNET, TINY, Workload, bert_large, gpt
 
 import echelon
+from benchmarks.planner.planner_gpu_models import RESNET, TINY, Workload, bert_large, gpt
 from echelon.plan.draft import Draft
 from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster

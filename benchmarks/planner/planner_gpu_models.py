@@ -1,4 +1,4 @@
-"""What benchmarks/planner_gpu.py trains: ResNet-50, BERT-large and a GPT, in plain torch."""
+"""What benchmarks/planner/planner_gpu.py trains: ResNet-50, BERT-large and a GPT, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from recompute import VOCABULARY, Bert, masked
 from torch import Tensor, nn
-from workloads import Layer, token_loss
+
+from benchmarks.low_memory.recompute import VOCABULARY, Bert, masked
+from benchmarks.support.workloads import Layer, token_loss
 
 Batch = tuple[Tensor, Tensor]
 

@@ -1,6 +1,6 @@
 """The planner's memory beside that of real training steps, for every rank of every setting.
 
-    python benchmarks/planner_memory.py [--device cpu|cuda] [--cases convnet ...] [--settings plain ...]
+    python benchmarks/planner/planner_memory.py [--device cpu|cuda] [--cases convnet ...] [--settings plain ...]
          [--optimizer adam] [--out results.json]
 
 On a CPU the peak is that of the profiler's allocations in the third step, ranks are processes that talk over Gloo, and
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from planner_memory_models import CASES, ON_CPU, ON_GPU
 
+from benchmarks.planner.planner_memory_models import CASES, ON_CPU, ON_GPU
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import PredictedMemory
 from echelon.planner.cost.rank_memory import Place, find_peak_moments
@@ -133,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        raise SystemExit("benchmarks/planner_memory.py --device cuda needs a GPU; torch sees none here")
+        raise SystemExit("benchmarks/planner/planner_memory.py --device cuda needs a GPU; torch sees none here")
     rows: list[dict[str, Any]] = []
     for case in args.cases or (ON_GPU if on_gpu else ON_CPU):
         anatomy = profiled(case, args.device)

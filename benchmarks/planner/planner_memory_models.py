@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from recompute import VOCABULARY, Bert, masked
 from torch import Tensor, nn
-from workloads import ResNet18, Transformer, token_loss
+
+from benchmarks.low_memory.recompute import VOCABULARY, Bert, masked
+from benchmarks.support.workloads import ResNet18, Transformer, token_loss
 
 
 class _Double(nn.Module):

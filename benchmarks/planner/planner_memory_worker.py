@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planner_memory_models import CASES, OPTIMIZERS
 from torch import nn
 
 import echelon
+from benchmarks.planner.planner_memory_models import CASES, OPTIMIZERS
 from echelon.plan.draft import Draft
 from echelon.plan.partition import find_units
 

@@ -1,6 +1,7 @@
 """Devices of different speed: shares of the batch as the planner chooses them beside even ones, with equal weights.
 
-    python benchmarks/planner_mixed.py [--crews 1+1 1+3 2+2 3+1] [--slower 2] [--rounds 5] [--steps 3] [--out FILE]
+    python benchmarks/planner/planner_mixed.py [--crews 1+1 1+3 2+2 3+1] [--slower 2] [--rounds 5] [--steps 3]
+           [--out FILE]
 
 3+1 are three quick ranks and one that is ``--slower`` times as slow. A rank of such a speed is a process that sleeps
 after every unit of the model, forward and backward, until the device that it stands for would be done: arithmetic of
@@ -23,11 +24,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bubbles import job
-from planner_models import OPTIMIZER, Batch, Task, part_of, row_counts
 from torch import Tensor, nn
 
 import echelon
+from benchmarks.planner.planner_models import OPTIMIZER, Batch, Task, part_of, row_counts
+from benchmarks.support.job import job
 from echelon.plan.draft import Draft
 from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link

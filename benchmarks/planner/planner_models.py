@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from slow_links_models import _convolution, _ready
 from torch import Tensor, nn
-from workloads import token_loss
+
+from benchmarks.data_parallel.slow_links_models import _convolution, _ready
+from benchmarks.support.workloads import token_loss
 
 Batch = tuple[Tensor, Tensor]
 

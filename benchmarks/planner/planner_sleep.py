@@ -1,6 +1,6 @@
 """The planner's simulation beside the runtime's own pipeline loop: stages that sleep, messages that are real.
 
-    python benchmarks/planner_sleep.py [--ranks 2 4 8] [--micro-batches 8] [--rounds 3] [--message-kb 64]
+    python benchmarks/planner/planner_sleep.py [--ranks 2 4 8] [--micro-batches 8] [--rounds 3] [--message-kb 64]
          [--shapes even uneven drawn] [--out results.json]
 
 A rank's stages sleep for 30 ms forward and 60 ms backward together, even ones equally long, uneven ones by turns 1 and
@@ -21,9 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bubbles import KINDS, NAMES, Durations, chunks_of, first_in_line, job, links_of_all, measure, scheduled
 
 import echelon
+from benchmarks.pipeline.bubbles import (
+    KINDS,
+    NAMES,
+    Durations,
+    chunks_of,
+    first_in_line,
+    links_of_all,
+    measure,
+    scheduled,
+)
+from benchmarks.support.job import job
 from echelon.plan.schedule import Kind
 from echelon.plan.simulate import simulate
 from echelon.strategy.annotations.marks import ScheduleName

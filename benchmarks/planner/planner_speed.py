@@ -1,6 +1,6 @@
 """How long planning takes: a 12-layer BERT on 8 devices, and a model of 1T parameters on 1,000 to 100,000.
 
-    python benchmarks/planner_speed.py [--out FILE] [--only NAME ...]
+    python benchmarks/planner/planner_speed.py [--out FILE] [--only NAME ...]
 
 Times are seconds of wall clock and of this process's CPU (on a busy machine the second is what planning needs), of the
 profile and of the search apart. A line for each, then all as JSON.

@@ -1,7 +1,7 @@
 """The planner against published runs: how far its step times and memory are from what others have measured.
 
-    python benchmarks/planner_truth.py [--data DIR] [--seed 0] [--cross] [--rows]
-    python benchmarks/planner_truth.py --csv FILE [--fit FILE] [--seed 0] [--rows]
+    python benchmarks/planner/planner_truth.py [--data DIR] [--seed 0] [--cross] [--rows]
+    python benchmarks/planner/planner_truth.py --csv FILE [--fit FILE] [--seed 0] [--rows]
 
 The first form prints all tables: vTrain's runs of Megatron-LM (A100, one host and many), Megatron-LM's own (SC21), and
 torchtitan's (H100). The second takes any other file in these formats: columns by name, in any order; layers, hidden,
@@ -22,16 +22,13 @@ import itertools
 import os
 import random
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.planner_truth_memory import titan_memory
-from benchmarks.planner_truth_rows import GIB, Row, read
-from benchmarks.planner_truth_systems import (
+from benchmarks.planner.planner_truth_memory import titan_memory
+from benchmarks.planner.planner_truth_rows import GIB, Row, read
+from benchmarks.planner.planner_truth_systems import (
     CONSTANTS,
     FOUND,
     TITAN_CONSTANTS,

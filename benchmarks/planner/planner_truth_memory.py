@@ -6,7 +6,7 @@ hidden states below were read off the tables; the rest is arithmetic.
 
 from __future__ import annotations
 
-from benchmarks.planner_truth_rows import Row
+from benchmarks.planner.planner_truth_rows import Row
 
 STATE = 16.0  # bytes of a parameter's shard: weight, gradient and Adam's two averages, all in fp32
 GATHERED = 2.0  # of a whole parameter that a pipeline keeps between its passes

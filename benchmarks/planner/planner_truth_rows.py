@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planner_truth_models import Shape
+from benchmarks.planner.planner_truth_models import Shape
 
 GIB = 2.0**30
 EMPTY = {"", "-", "na", "n/a", "none", "nan"}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
-from benchmarks.planner_truth_models import Kernels, Published, Shape
-from benchmarks.planner_truth_rows import Row
+from benchmarks.planner.planner_truth_models import Kernels, Published, Shape
+from benchmarks.planner.planner_truth_rows import Row
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Curve, Host
 from echelon.planner.cluster.device_catalog import kind_named

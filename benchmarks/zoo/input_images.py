@@ -1,6 +1,6 @@
 """How many pictures a second the input alone can deliver: JPEG files, cut and resized to 224 pixels for training.
 
-    python benchmarks/input_images.py --workers 16 --seconds 15
+    python benchmarks/zoo/input_images.py --workers 16 --seconds 15
 
 Writes pictures whose frequencies fall off as those of photographs do, so that decoding them costs what photographs
 cost: 500 x 375 at quality 90 (as ImageNet has them) and 341 x 256 (ImageNet made smaller beforehand). Measures the

@@ -1,6 +1,6 @@
 """``echelon train`` on one GPU: ResNet-50 on made-up images and on image files, BERT-large; examples a second.
 
-    python benchmarks/zoo_gpu.py [--only NAME] [--out results.json]
+    python benchmarks/zoo/zoo_gpu.py [--only NAME] [--out results.json]
 
 Each row is the last line of the command it names. Image files are 341 x 256 JPEGs, made here. Needs a GPU and Pillow.
 """
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from input_images import write
+from benchmarks import ROOT
+from benchmarks.zoo.input_images import write
 
 COMMANDS = {
     "resnet50": "--model_name resnet_v1_50 --batch_size 256 --stop_at_step 150",
@@ -30,7 +31,7 @@ COMMANDS = {
 def run(words: list[str], folder: Path) -> dict[str, object]:
     """The JSON that the command ends with; its lines go to stderr as they come."""
     command = [sys.executable, "-c", "from echelon.cli import main; main()", "train", "--procs", "1", *words]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, check=True)
     lines = done.stdout.splitlines()
     print("\n".join(lines[-5:-1]), file=sys.stderr)

@@ -1,6 +1,6 @@
 """Models of the zoo on real data, through the real ``echelon train``: what each learns, and how long it takes.
 
-    python benchmarks/zoo_learning.py [--only mnist,adult] [--out results.json]
+    python benchmarks/zoo/zoo_learning.py [--only mnist,adult] [--out results.json]
 
 Each row is one command. Its figure is that of the command's last line, on the part of the data that it did not train
 on, beside a figure that says what is easy: guessing the most common answer, or knowing how often each token occurs.
@@ -28,11 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import ROOT
 from echelon.zoo.tasks import IGNORED
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.train_arguments import sort_words
 
-DATA = Path(os.environ.get("ECHELON_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("ECHELON_TEST_DATA", ROOT.parent / "shared" / "data"))
 SHAKESPEARE = "tinyshakespeare.txt"
 MNIST = ("mnist-10k-images-idx3-ubyte.gz", "mnist-10k-labels-idx1-ubyte.gz")
 ADULT = ("adult-train.csv.gz", "adult-test.csv.gz")

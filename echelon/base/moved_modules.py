@@ -23,7 +23,7 @@ MOVED = {
     "planner.model.profile": "planner.profiling.profile",
     "ps": "parameter_server",
     "ps.hashing": "parameter_server.protocol.hashing",
-    "ps.rules": "strategy.table_rules",
+    "ps.rules": "strategy.sparse_update_rules",
     "ps.serve": "parameter_server.server.process",
     "record": "observability.runlog",
     "report": "tools.report",

@@ -68,7 +68,7 @@ def run(
 def checked_job(script: str, args: list[str] | None, planned: str | None, **options: Any) -> Job:
     """Return the Job for the options of ``run``, after checking them."""
     from echelon.launcher.job import check
-    from echelon.launcher.ps_roles import check_roles
+    from echelon.launcher.role_assignment import check_roles
     from echelon.launcher.schedulers.detect_scheduler import add_scheduler_options
 
     options = add_scheduler_options(options)

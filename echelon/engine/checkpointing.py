@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the checkpoint modules take 0.5 s to import, so only a run 
     from echelon.checkpoint import Stored, Writer
     from echelon.engine.in_memory.state_sources import StateSources
     from echelon.engine.parallelize import ParallelModel
-    from echelon.parallel.weight_average import EmaWeights
+    from echelon.parallel.ema_weights import EmaWeights
     from echelon.parameter_server.worker.session import ParameterServerSession
 
 

@@ -18,7 +18,7 @@ from echelon.distributed.world import World
 from echelon.engine.consistency import ConsistencyChecker
 from echelon.engine.replica_sync import ReplicaSync
 from echelon.engine.whole_model import assembled_state
-from echelon.parallel.weight_average import Ema, EmaWeights
+from echelon.parallel.ema_weights import Ema, EmaWeights
 
 if TYPE_CHECKING:
     from echelon.engine.checkpointing import CheckpointManager

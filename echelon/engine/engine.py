@@ -25,6 +25,7 @@ from echelon.distributed.world import World, seed_for_rank
 from echelon.engine.checkpointing import CheckpointManager
 from echelon.engine.collective_calls import check_same_plan, collective_call
 from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.custom_loop import OwnLoop
 from echelon.engine.elastic import Elastic, ElasticState
 from echelon.engine.ema import MovingAverage
 from echelon.engine.forward_backward import ForwardBackward, refuse_own_loop
@@ -33,7 +34,6 @@ from echelon.engine.leftover_batches import epoch_leftover, run_leftover
 from echelon.engine.loaders import LoaderFactory
 from echelon.engine.local_gradients import LocalGradients
 from echelon.engine.lr_schedules import AnyScheduler, LRSchedulers
-from echelon.engine.own_loop import OwnLoop
 from echelon.engine.parallelize import ParallelModel, parallelize
 from echelon.engine.preemption import PreemptionHandler
 from echelon.engine.replace_optimizers import replaced_decay

@@ -13,8 +13,8 @@ from typing import Literal
 from echelon.base import network
 from echelon.base.errors import UsageError, nearest
 from echelon.distributed import rank_main
-from echelon.launcher.ps_roles import MAX_RESTARTS, ParameterServerRoles
 from echelon.launcher.rendezvous.host_options import at_least, check_node_rank, host_counts, meeting_points
+from echelon.launcher.role_assignment import MAX_RESTARTS, ParameterServerRoles
 from echelon.strategy.recorded_steps import check_steps
 
 #: Defaults of ``echelon run``, in seconds; see ``Job``.

@@ -47,12 +47,12 @@ from echelon.launcher.job import Job
 from echelon.launcher.memory_plugin import MemoryCheckpointPlugin
 from echelon.launcher.orphan_reaper import OrphanReaper
 from echelon.launcher.ps_job import create_ps_job
-from echelon.launcher.ps_roles import open_session, share
 from echelon.launcher.rank_environment import RankEnvironment, export, forget_logs
 from echelon.launcher.rendezvous.handler import LauncherRendezvous
 from echelon.launcher.rendezvous.messages import host_failure
 from echelon.launcher.rendezvous.open_rendezvous import open_rendezvous, own_address
 from echelon.launcher.rendezvous.participant import SpareHostReleased
+from echelon.launcher.role_assignment import open_session, share
 from echelon.launcher.signals import install_launcher_signal_handlers
 from echelon.launcher.stall_plugin import StallPlugin
 from echelon.launcher.startup_wait_plugin import StartupWaitPlugin

@@ -25,9 +25,9 @@ from echelon.launcher.graceful_stop import GracefulStopMarkers, all_stopped_grac
 from echelon.launcher.job import Job
 from echelon.launcher.managed_process import ManagedProcess, await_end
 from echelon.launcher.orphan_reaper import OrphanReaper, end_sessions
-from echelon.launcher.ps_roles import JobSession, ParameterServerRoles, server_environment, worker_environments
 from echelon.launcher.rendezvous.messages import host_failure
 from echelon.launcher.rendezvous.open_rendezvous import WorkersStore
+from echelon.launcher.role_assignment import JobSession, ParameterServerRoles, server_environment, worker_environments
 from echelon.launcher.signals import StopNotice, signals_held
 from echelon.launcher.stall_plugin import process_state
 from echelon.launcher.startup_wait_plugin import StartupWaitPlugin

@@ -17,7 +17,7 @@ from echelon.optim.foreach import Bundle
 
 @dataclass(frozen=True)
 class FusedLaunchConfig:
-    """Launch parameters of a kernel, tuned on an H200 with BERT-large's parameters (benchmarks/optimizers.py).
+    """Launch parameters of a kernel, tuned on an H200 with BERT-large's parameters (benchmarks/gpu/optimizers.py).
 
     chunk:    elements of one work item
     block:    elements that a program processes at once

@@ -21,7 +21,7 @@ import echelon
 from echelon import Checkpoint, Strategy
 from echelon.checkpoint import export
 from echelon.distributed.local_state import LocalState, grouped_names
-from echelon.parallel.weight_average import Ema, EmaWeights
+from echelon.parallel.ema_weights import Ema, EmaWeights
 
 DECAY = 0.9
 

@@ -37,7 +37,7 @@ import json, os, sys, time
 import numpy as np, torch, torch.nn.functional as F
 import echelon
 from echelon.nn import SparseEmbedding
-from echelon.strategy.table_rules import Adagrad, Sgd
+from echelon.strategy.sparse_update_rules import Adagrad, Sgd
 
 mode, steps, batch, replica, out = sys.argv[1:]
 steps, batch, replica = int(steps), int(batch), replica == "replica"

@@ -40,7 +40,7 @@ from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.distributed.ps_role import find_role
 from echelon.base.security import Security
-from echelon.strategy.table_rules import Sgd
+from echelon.strategy.sparse_update_rules import Sgd
 from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
 
 role = find_role()

@@ -16,7 +16,7 @@ from echelon.base.environment import LOOPBACK, worker_rank_info
 from echelon.base.errors import UsageError
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import ALONE, Role, find_role
-from echelon.launcher.ps_roles import ParameterServerRoles, check_roles
+from echelon.launcher.role_assignment import ParameterServerRoles, check_roles
 
 LIST = "10.0.0.1:6174,10.0.0.2:6174"
 SERVERS = ("10.0.0.1:6174", "10.0.0.2:6174")

@@ -17,7 +17,7 @@ from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
 from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, JobSpec, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
-from echelon.strategy.table_rules import Sgd
+from echelon.strategy.sparse_update_rules import Sgd
 
 IDS = np.arange(-50, 50, dtype=np.int64)
 GRADIENTS = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)

@@ -14,7 +14,7 @@ from echelon.parameter_server.protocol.job_spec import (
 )
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
-from echelon.strategy.table_rules import Adagrad, Adam
+from echelon.strategy.sparse_update_rules import Adagrad, Adam
 
 IDS, BATCH = 6400, 640  # ids in use, and in a push
 #: One of so many servers: 64 buckets, which keeps tests short.

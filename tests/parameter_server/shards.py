@@ -14,7 +14,7 @@ from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
 from echelon.parameter_server.protocol.job_spec import BUCKETS, DenseRule, JobSpec, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage, pack, unpack
 from echelon.parameter_server.server.shard import ServerShard
-from echelon.strategy.table_rules import Rule, Sgd
+from echelon.strategy.sparse_update_rules import Rule, Sgd
 
 #: Any int64 will do as an id.
 VOCABULARY = np.array([0, -1, 7, 2**63 - 1, -(2**63), 12345678901234, *range(100, 130)], np.int64)

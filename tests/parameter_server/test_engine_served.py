@@ -19,7 +19,7 @@ from echelon.optim import FTRL, LAMB, LARS
 from echelon.parameter_server.protocol.job_spec import TableSpec
 from echelon.parameter_server.table import Table
 from echelon.parameter_server.worker.job_description import table_seed
-from echelon.strategy.table_rules import NAMED, Adagrad, Adam, Ftrl, Momentum, Sgd
+from echelon.strategy.sparse_update_rules import NAMED, Adagrad, Adam, Ftrl, Momentum, Sgd
 
 DIM, SLOTS, STEPS, GLOBAL = 4, 3, 8, 16
 IDS = np.array([0, -1, 2**63 - 1, -(2**63), 7, 8, 9, 10, 11, 123456789012345, -5, 42])

@@ -11,7 +11,7 @@ from shards import DIMS, SHAPES, VOCABULARY, Batch, job, owners, started
 
 from echelon.parameter_server.protocol.job_spec import DenseRule
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.strategy.table_rules import Adagrad, Sgd
+from echelon.strategy.sparse_update_rules import Adagrad, Sgd
 
 STEPS = 10
 

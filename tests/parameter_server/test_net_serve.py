@@ -19,7 +19,7 @@ from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, Persist
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.flight_server import FlightServer
 from echelon.parameter_server.server.server_peers import ServerPeers
-from echelon.strategy.table_rules import Sgd
+from echelon.strategy.sparse_update_rules import Sgd
 
 DIM, RATE = 4, 0.5
 IDS = np.array([-5, 0, 7, 2**63 - 1, -(2**63), 123456789012], np.int64)

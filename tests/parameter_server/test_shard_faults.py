@@ -12,7 +12,7 @@ from test_shard_parity import OneProcess, Rows, plain_sgd
 
 from echelon.base.errors import EchelonError
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.strategy.table_rules import Adagrad, Sgd
+from echelon.strategy.sparse_update_rules import Adagrad, Sgd
 
 #: Where worker 1 dies in its step, as calls of the servers that it still makes.
 DEATHS = {

@@ -9,7 +9,7 @@ from shards import DIMS, SHAPES, VOCABULARY, Batch, job, net, started, sync_step
 
 from echelon.optim import FTRL, LAMB, LARS
 from echelon.parameter_server.protocol.job_spec import DenseRule
-from echelon.strategy.table_rules import Adagrad, Adam, Ftrl, Momentum, Sgd
+from echelon.strategy.sparse_update_rules import Adagrad, Adam, Ftrl, Momentum, Sgd
 
 STEPS = 12
 LAYOUTS = [(1, 1), (1, 3), (2, 2)]  # workers, servers

@@ -14,7 +14,7 @@ from echelon.parameter_server.protocol.job_spec import DenseRule, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
 from echelon.parameter_server.table import BucketRows
-from echelon.strategy.table_rules import Adagrad, Adam
+from echelon.strategy.sparse_update_rules import Adagrad, Adam
 
 NAN = float("nan")
 

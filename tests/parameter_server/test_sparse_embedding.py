@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.base.errors import DataError, UsageError
 from echelon.nn import SparseEmbedding
-from echelon.strategy.table_rules import Sgd
+from echelon.strategy.sparse_update_rules import Sgd
 
 QUIET = echelon.Log(console=False)
 

@@ -16,7 +16,7 @@ from echelon.parameter_server.protocol.hashing import bucket_of, mix_all, owned_
 from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, TableSpec
 from echelon.parameter_server.table import Table
 from echelon.parameter_server.table.compiled import kernel
-from echelon.strategy.table_rules import Adagrad, Adam, Momentum, Sgd
+from echelon.strategy.sparse_update_rules import Adagrad, Adam, Momentum, Sgd
 
 EXTREMES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 2**32, -(2**32)], np.int64)
 

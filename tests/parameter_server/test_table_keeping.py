@@ -14,7 +14,7 @@ from echelon.parameter_server.protocol.hashing import bucket_of, mix_all
 from echelon.parameter_server.protocol.job_spec import BUCKETS, Initializer, TableSpec
 from echelon.parameter_server.table import BucketRows, Table
 from echelon.parameter_server.table.records import COUNT, WAITING
-from echelon.strategy.table_rules import Adagrad, Sgd
+from echelon.strategy.sparse_update_rules import Adagrad, Sgd
 
 ZERO = Initializer(kind="constant", low=0.0)
 

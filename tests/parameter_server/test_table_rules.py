@@ -12,7 +12,7 @@ from echelon.base.errors import UsageError
 from echelon.optim import FTRL
 from echelon.parameter_server.protocol.job_spec import Initializer, TableSpec
 from echelon.parameter_server.table import Table
-from echelon.strategy.table_rules import NAMED, Adagrad, Adam, Ftrl, Momentum, Rule, Sgd
+from echelon.strategy.sparse_update_rules import NAMED, Adagrad, Adam, Ftrl, Momentum, Rule, Sgd
 
 IDS = np.array([3, -7, 2**62, 11, 0, 5, -1, 8], np.int64)
 STEPS = 12

@@ -37,7 +37,7 @@ context.set_forkserver_preload(
             "echelon.parameter_server.worker.session",
             "echelon.cli",
             "echelon.launcher.launch_job",
-            "echelon.launcher.ps_roles",
+            "echelon.launcher.role_assignment",
         ),
         # what a launcher, a checkpoint, a spread model import when they come to it: 0.1 s to 0.4 s of each process
         *("pydantic.type_adapter", "jinja2", "echelon.launcher.schedulers.detect_scheduler", "encodings.idna"),

@@ -15,7 +15,7 @@ from echelon.checkpoint.training_state import encode, optimizer_groups
 from echelon.distributed.local_state import LocalState
 
 if TYPE_CHECKING:
-    from echelon.parallel.weight_average import EmaWeights
+    from echelon.parallel.ema_weights import EmaWeights
 
 
 class StateSources:

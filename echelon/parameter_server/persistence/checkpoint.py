@@ -29,7 +29,7 @@ from echelon.parameter_server.persistence.snapshot import Held, SnapshotFile, wr
 from echelon.parameter_server.protocol.job_spec import DenseBlock, JobSpec, TableSpec, job_from_json
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.table import BucketRows
-from echelon.strategy.table_rules import state_width
+from echelon.strategy.sparse_update_rules import state_width
 
 _MARKER = re.compile(r"server-(\d{1,6})-of-(\d{1,6})\.json")
 

@@ -10,7 +10,7 @@ import json
 from typing import Any, Literal
 
 from echelon.base.config import build, require, strict
-from echelon.strategy.table_rules import NAMED, Rule
+from echelon.strategy.sparse_update_rules import NAMED, Rule
 
 Mode = Literal["sync", "async", "bounded", "geo"]
 

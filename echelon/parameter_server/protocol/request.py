@@ -16,7 +16,7 @@ from echelon.parameter_server.protocol.hashing import mix
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.dense import DenseShard, check_settings
-from echelon.strategy.table_rules import state_width
+from echelon.strategy.sparse_update_rules import state_width
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -14,7 +14,7 @@ from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import PushRequest, RequestError
 from echelon.parameter_server.server.dense import Floats
-from echelon.parameter_server.server.members import JobWorkers
+from echelon.parameter_server.server.job_workers import JobWorkers
 from echelon.parameter_server.server.staleness import Staleness
 from echelon.parameter_server.server.store import ServerStore
 from echelon.parameter_server.table import merge

@@ -27,8 +27,8 @@ from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.security import Security
 from echelon.base.wait_notice import WaitNotice
 from echelon.distributed.ps_role import Role, find_role
+from echelon.parameter_server.persistence.find_job import SESSION, find_job
 from echelon.parameter_server.persistence.persistence import ShardPersistence, home_of
-from echelon.parameter_server.persistence.recovery import SESSION, find_job
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.flight_server import FlightServer
 from echelon.parameter_server.server.server_log import ServerLog

@@ -28,8 +28,8 @@ from echelon.parameter_server.protocol.request import (
     worker_of,
 )
 from echelon.parameter_server.server import dense
-from echelon.parameter_server.server.members import WorkerMembership
-from echelon.parameter_server.server.membership import Ask, MembershipCoordinator
+from echelon.parameter_server.server.job_workers import WorkerMembership
+from echelon.parameter_server.server.membership_coordinator import Ask, MembershipCoordinator
 from echelon.parameter_server.server.state import PersistenceProtocol, ServerState
 
 Gone = Callable[[], bool]

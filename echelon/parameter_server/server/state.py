@@ -17,7 +17,7 @@ from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import ShardRequestSchema, read_push
 from echelon.parameter_server.server.dense import DenseShard
-from echelon.parameter_server.server.members import JobWorkers, WorkerHeartbeats, WorkerMembership
+from echelon.parameter_server.server.job_workers import JobWorkers, WorkerHeartbeats, WorkerMembership
 from echelon.parameter_server.server.modes import MODES, UpdateMode
 from echelon.parameter_server.server.staleness import Staleness
 from echelon.parameter_server.server.store import ServerStore

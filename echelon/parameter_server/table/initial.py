@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from echelon.parameter_server.protocol.hashing import mix
 from echelon.parameter_server.protocol.job_spec import Initializer
 from echelon.parameter_server.table.compiled import inner, load_double, store_float
-from echelon.strategy.table_rules import Adagrad, Ftrl, Rule
+from echelon.strategy.sparse_update_rules import Adagrad, Ftrl, Rule
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
 #: Indices of the parameters that kernels take.

@@ -24,7 +24,7 @@ from echelon.parameter_server.table.eviction import OLDEST, RAREST, select_evict
 from echelon.parameter_server.table.index import USED, BucketIndex, Int64s, find
 from echelon.parameter_server.table.records import CHANGED, COUNT, META, NEW, NOW, PINNED, SLOT, WAITING
 from echelon.parameter_server.table.updates import settings_of, update_of
-from echelon.strategy.table_rules import state_width
+from echelon.strategy.sparse_update_rules import state_width
 
 Float32s = NDArray[np.float32]
 

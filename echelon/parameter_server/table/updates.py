@@ -1,4 +1,4 @@
-"""The update rules, one kernel each; the formulas are those of ``echelon.strategy.table_rules``.
+"""The update rules, one kernel each; the formulas are those of ``echelon.strategy.sparse_update_rules``.
 
 Fast-math is off: every sum has one order, so that a row's bits do not depend on the other rows of a push.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from echelon.base.errors import UsageError
 from echelon.parameter_server.table.compiled import inner, kernel, load_float
 from echelon.parameter_server.table.records import AHEAD, DIM, NOW, SLOT, WORDS, Float32s, Int64s, fetch, mark
-from echelon.strategy.table_rules import Adagrad, Adam, Ftrl, Momentum, Rule, Sgd
+from echelon.strategy.sparse_update_rules import Adagrad, Adam, Ftrl, Momentum, Rule, Sgd
 
 #: The arguments are slots, gradients, records, the description of the records, and the rule's numbers.
 Update = Callable[[Int64s, Float32s, Float32s, Int64s, Float32s], None]

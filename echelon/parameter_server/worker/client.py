@@ -224,7 +224,7 @@ class ParameterServerClient:
         return PullFuture(shares, widths, self._send("pull", frames), self.seq, self.occupancy.note)
 
     def _width(self, name: str, state: bool) -> int:
-        from echelon.strategy.table_rules import state_width
+        from echelon.strategy.sparse_update_rules import state_width
 
         table = self._tables[name]
         return table.dim + (state_width(table.rule, table.dim) if state else 0)

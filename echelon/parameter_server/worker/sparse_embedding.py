@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.base.errors import DataError, UsageError, nearest
 from echelon.nn.fluid_names import in_our_names
 from echelon.parameter_server.protocol.job_spec import Initializer, TableSpec
-from echelon.strategy.table_rules import NAMED, Rule
+from echelon.strategy.sparse_update_rules import NAMED, Rule
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 
@@ -30,7 +30,8 @@ class SparseEmbedding(nn.Module):
     see them. The server applies their gradients with ``optimizer``.
 
     name:        name of the table; default: the module's own name in the model. Modules of one name share a table
-    optimizer:   a rule of ``echelon.strategy.table_rules`` or its name: sgd, momentum, adagrad, row_adagrad, adam, ftrl
+    optimizer:   a rule of ``echelon.strategy.sparse_update_rules``, or its name: sgd, momentum, adagrad, row_adagrad,
+                 adam, ftrl
     initializer: distribution of a row's initial weights, which depend on the seed, the table and the id alone; a number
                  b is uniform in [-b, b)
     combiner:    reduction of a bag of ids to one vector: "sum", "mean", or "sqrtn", which is the sum divided by the

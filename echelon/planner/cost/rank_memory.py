@@ -28,7 +28,8 @@ from echelon.planner.model_costs import ModelCosts, ProfileLike
 Place = Literal["cuda", "cpu"]
 
 #: Temporaries of an update, as a fraction of all trained weights on a GPU (foreach: one operation for all of them) and
-#: as a fraction of the largest weight on a CPU (one weight after another). Measured, see benchmarks/planner_memory.py.
+#: as a fraction of the largest weight on a CPU (one weight after another), measured by
+#: benchmarks/planner/planner_memory.py.
 FOREACH = {
     "sgd": 0.0,
     "momentum": 0.0,

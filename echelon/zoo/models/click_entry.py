@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.nn import SparseEmbedding
-from echelon.strategy.table_rules import NAMED
+from echelon.strategy.sparse_update_rules import NAMED
 from echelon.zoo.entry import Model, Request, Setting
 
 ADVICE = (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
 from echelon.nn import SparseEmbedding
-from echelon.strategy.table_rules import Ftrl
+from echelon.strategy.sparse_update_rules import Ftrl
 from echelon.zoo import registry
 from echelon.zoo.entry import Request, Setting
 from echelon.zoo.models.click_entry import (
