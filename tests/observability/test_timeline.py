@@ -34,18 +34,28 @@ SHIFT = 1000.0  # seconds by which rank 1's clock is ahead
 STEPS = (2, 4)
 
 
+#: Seconds of every sleep of this process: on a busy machine they are longer than what was asked for.
+SLEPT: list[float] = []
+
+
+def sleep(seconds: float) -> None:
+    begun = time.monotonic()
+    time.sleep(seconds)
+    SLEPT.append(time.monotonic() - begun)
+
+
 class Sleeps(torch.autograd.Function):
     """Time that no other process can take away."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        time.sleep(forward)
+        sleep(forward)
         ctx.backward_seconds = backward
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)
+        sleep(ctx.backward_seconds)
         return gradients[0], None, None
 
 
@@ -287,15 +297,18 @@ class TwoStages(nn.Module):
         return self.upper(self.lower(x))
 
 
-def staged(directory: str) -> None:
+def staged(directory: str) -> float:
+    """Return the milliseconds that this rank has slept in a recorded step."""
     echelon.init()
     train(TwoStages(), directory, "3:5")  # it ends with the run
+    recorded = SLEPT[len(SLEPT) * 2 // 5 :]  # each of the five steps sleeps equally often
+    return 1e3 * sum(recorded) / 3
 
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("pipeline")
-    run(staged, str(directory), ranks=2)
+    (directory / "slept.json").write_text(json.dumps(run(staged, str(directory), ranks=2)))
     return directory
 
 
@@ -307,10 +320,12 @@ def test_the_bubble_is_that_of_the_schedule(pipeline: Path) -> None:
     assert bubble["even"] == pytest.approx(1 / (MICRO_BATCHES + 1))
     assert bubble["theory"] == pytest.approx(idle, abs=0.08)
     assert bubble["measured"] == pytest.approx(bubble["theory"], abs=0.15)
+    slept = json.loads((pipeline / "slept.json").read_text())
     for row in summarize(pipeline)["ranks"]:
         busy = 1e3 * simulated.busy[row["rank"]]
-        assert row["compute_ms"] == pytest.approx(busy, rel=0.5)
-        assert row["bubble_ms"] >= 1e3 * simulated.makespan - 1.5 * busy
+        assert slept[row["rank"]] >= busy
+        assert row["compute_ms"] == pytest.approx(slept[row["rank"]], rel=0.5)
+        assert row["bubble_ms"] >= 1e3 * simulated.makespan - 1.5 * slept[row["rank"]]
 
 
 def test_every_action_of_the_schedule_is_there_in_its_order(pipeline: Path) -> None:
@@ -334,12 +349,24 @@ def test_activations_travel_from_the_first_stage_to_the_second(pipeline: Path) -
     assert len(ends) == 2 * len(there) == 3 * 2 * MICRO_BATCHES
     assert all(both["sender"] == (0, 8 // MICRO_BATCHES * 24 * 4) for both in there)
     assert all(both["sender"][1] == both["receiver"][1] for both in ends.values())
-    arrows = [event for event in trace_of(ranks)["traceEvents"] if event["ph"] in "sf"]
-    assert len(arrows) == 2 * len(ends)
     check_trace(traced(pipeline))
+
+
+def test_messages_have_arrows_unless_clocks_are_wrong(pipeline: Path) -> None:
+    """On a busy machine the error of the clocks may exceed the time of a message, which then ends before it begins."""
+    ranks = read(pipeline)
+    ends: defaultdict[str, dict[str, Span]] = defaultdict(dict)
+    for ranked in ranks:
+        for span in ranked.spans:
+            if "at" in span.more:
+                ends[span.more["key"]][span.more["at"]] = span
+    late = [both["sender"].begin - both["receiver"].end for both in ends.values()]
+    error = max(ranked.about["clock_error"] for ranked in ranks)
+    assert max(late) <= 2 * error
+    arrows = [event for event in trace_of(ranks)["traceEvents"] if event["ph"] in "sf"]
+    assert len(arrows) == 2 * sum(seconds <= 0 for seconds in late)
     starts = {event["id"]: event["ts"] for event in arrows if event["ph"] == "s"}
-    error = 1e6 * max(ranked.about["clock_error"] for ranked in ranks)
-    assert all(event["ts"] + 2 * error >= starts[event["id"]] for event in arrows if event["ph"] == "f")
+    assert all(event["ts"] >= starts[event["id"]] for event in arrows if event["ph"] == "f")
 
 
 # ---- what is damaged ----

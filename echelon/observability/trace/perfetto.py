@@ -140,7 +140,7 @@ def _arrows(ranks: Sequence[RankTrace], zero: float, since: Mapping[int, float])
     """Yield arrows from the send of a message to its arrival.
 
     A receiver may have waited long before the send, and Perfetto draws arrows only forward in time. The arrow therefore
-    points to the arrival, inside the receive.
+    points to the arrival, inside the receive. A message that ends before it begins, by the error of clocks, has none.
     """
     ends: dict[tuple[str, str], dict[str, tuple[int, int, Span]]] = {}
     for ranked in ranks:
@@ -148,7 +148,9 @@ def _arrows(ranks: Sequence[RankTrace], zero: float, since: Mapping[int, float])
             if span.more.get("at") in ("sender", "receiver"):
                 key = span.ranks or "", str(span.more["key"])
                 ends.setdefault(key, {})[span.more["at"]] = _process_of(ranked.rank), thread, span
-    for number, both in enumerate(found for found in ends.values() if len(found) == 2):
+    pairs = [found for found in ends.values() if len(found) == 2]
+    forward = (both for both in pairs if since[id(both["receiver"][2])] >= both["sender"][2].begin)
+    for number, both in enumerate(forward):
         for at, phase in (("sender", "s"), ("receiver", "f")):
             pid, tid, span = both[at]
             when = span.begin if at == "sender" else since[id(span)]
