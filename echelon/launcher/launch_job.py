@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import socket
@@ -12,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.base.environment import (
@@ -39,6 +37,7 @@ from echelon.base.environment import (
 )
 from echelon.base.errors import EchelonError, PeerLost
 from echelon.base.job_secret import find_token
+from echelon.base.torch_log import ERRORS, log_level
 from echelon.launcher.agent import HostAgent, HostPreempted, JobFailed
 from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure
@@ -81,12 +80,8 @@ def launch(job: Job) -> int:
 def _hush_torch() -> None:
     """Silence torch's agent and store, which log at length and warn of every lost host; Echelon prints one line."""
     logging.disable(logging.CRITICAL)
-    if "TORCH_CPP_LOG_LEVEL" in os.environ:
-        return
-    errors_only = 2  # the value of that variable, which torch reads when it is imported
-    with contextlib.suppress(OSError, ValueError):
-        c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = errors_only
+    if (level := log_level()) is not None:
+        level.value = ERRORS
 
 
 def _forget_surrounding_job() -> None:
