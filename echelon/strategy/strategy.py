@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from echelon.base.config import build, require, strict
+from echelon.base.errors import UsageError
 from echelon.strategy import fleet_names, strategy_files, strategy_table
 from echelon.strategy.combine import refuse_conflicts
 from echelon.strategy.other_framework_names import refuse_other_names
@@ -153,6 +154,8 @@ class Strategy:
 def _in_present_names(given: Mapping[Any, Any], label: str) -> dict[Any, Any]:
     """Return the options by their present names, with a warning for each former name."""
     for old, new in FORMER_NAMES.items():
+        if old in given and new in given:
+            raise UsageError(f"{label}: '{old}' and '{new}' are the same option; keep '{new}'")
         if old in given:
             line = f"{label}: '{old}' is now '{new}'; the old name goes with the next version"
             warnings.warn(line, FutureWarning, stacklevel=4)

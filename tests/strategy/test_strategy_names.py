@@ -185,5 +185,7 @@ def test_former_name_of_an_option_warns(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text("lean:\n  reserve: 8 GB\n")
     with pytest.warns(FutureWarning, match="'lean' is now 'low_memory'"):
         assert Strategy.load(tmp_path / "old.yaml") == present
+    with pytest.raises(UsageError, match="'lean' and 'low_memory' are the same option; keep 'low_memory'"):
+        Strategy(lean=True, low_memory=False)  # type: ignore[call-arg]
     with pytest.warns(FutureWarning, match=r"echelon\.Lean is now echelon\.LowMemory"):
         assert echelon.Lean is LowMemory
