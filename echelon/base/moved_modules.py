@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 #: Public name -> module, both below ``echelon``.
 PUBLIC = {"errors": "base.errors"}
@@ -50,6 +51,14 @@ class MovedModules(MetaPathFinder, Loader):
             line = f"{name} is now echelon.{MOVED[old]}; the old name goes with the next version"
             warnings.warn(line, FutureWarning, stacklevel=2)
         sys.modules[name] = importlib.import_module("echelon." + (PUBLIC.get(old) or MOVED[old]))
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return the code of the module of the new name, for ``python -m`` with an old name."""
+        old = name.partition(".")[2]
+        spec = importlib.util.find_spec("echelon." + (PUBLIC.get(old) or MOVED[old]))
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        return spec.loader.get_code(spec.name)
 
 
 def install() -> None:

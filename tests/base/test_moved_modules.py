@@ -37,6 +37,13 @@ def test_names_of_the_planner_warn_where_the_plan_had_them() -> None:
         assert plan.Cluster is planner.Cluster
 
 
+def test_earlier_name_of_a_program_runs() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "echelon.ps.serve", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "One parameter server of a job." in ended.stdout
+
+
 def test_unknown_module_is_an_import_error() -> None:
     program = "import echelon.nothing"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
