@@ -25,7 +25,8 @@ from echelon.observability.trace.flops import ModelCallHook, count_flops
 from echelon.observability.trace.intervals import length, union, within, without
 from echelon.observability.trace.merge import on_one_clock
 from echelon.observability.trace.partial_file import now_line, read_part, spans_line
-from echelon.observability.trace.span import DEVICE, HOST, Span
+from echelon.observability.trace.perfetto import trace_of
+from echelon.observability.trace.span import DEVICE, HOST, NETWORK, Span
 from echelon.observability.trace.span_recorder import TraceRecorder
 from echelon.observability.trace.summary import summarize as figures_of
 from echelon.observability.trace.trace_files import RankTrace
@@ -34,6 +35,23 @@ from echelon.observability.trace.truncated import find_truncation
 from echelon.strategy.recorded_steps import RecordedSteps, parse_steps
 
 # ---- steps in words ----
+
+
+def test_message_that_ends_before_it_begins_has_no_arrow() -> None:
+    """The error of clocks may exceed the time of a message."""
+
+    def message(at: str, begin: float, end: float) -> Span:
+        return Span("send", "communicate", NETWORK, begin, end, 1, bytes=4, ranks="0, 1", more={"key": "a", "at": at})
+
+    def arrows(sent: float) -> list[str]:
+        ranks = [
+            RankTrace(0, {}, [message("sender", sent, sent + 1.0)]),
+            RankTrace(1, {}, [message("receiver", 0.0, 2.0)]),
+        ]
+        return [event["ph"] for event in trace_of(ranks)["traceEvents"] if event["ph"] in "sf"]
+
+    assert arrows(sent=1.0) == ["s", "f"]
+    assert arrows(sent=2.5) == []
 
 
 def test_steps_are_named_by_number_or_come_after_the_warm_up() -> None:
