@@ -108,9 +108,7 @@ def test_archives_are_unpacked_once_and_never_outside(fleets_yaml: str, tmp_path
         assert not (tmp_path / "out").exists()
 
 
-def test_archives_with_the_same_folders_are_unpacked_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archives_with_the_same_folders_are_unpacked_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders take long to make here, so that without turns all archives would find each one missing."""
     names = [f"{number}.tar" for number in range(4)]
     (tmp_path / ".echelon").mkdir()
