@@ -126,7 +126,7 @@ def strategy(draft: Draft, names: tuple[str, ...]) -> echelon.Strategy:
         amp=draft.amp,
         recompute=echelon.Recompute(checkpoints=tuple(recomputed)) if recomputed else None,
         shard=draft.shard or None,
-        fp16_allreduce=draft.wire,
+        fp16_allreduce=draft.comm_dtype,
     )
 
 

@@ -18,7 +18,7 @@ class MeshGroups:
         self._order = order
         self._rank = rank
         self._groups = groups
-        self.at = coordinates(mesh, order, rank)  #: this rank's index along every axis
+        self.coords = coordinates(mesh, order, rank)  #: this rank's index along every axis
         self._made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def size(self, *axes: str) -> int:

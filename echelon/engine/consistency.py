@@ -70,7 +70,7 @@ class ConsistencyChecker:
     def takes(self, plan: Plan, grid: MeshGroups, local: LocalSgdAverager | None) -> None:
         """Use this plan from now on."""
         self._replica = grid.index(*plan.data_axes)
-        if plan.in_parts:
+        if plan.is_model_parallel:
             axes = [axis for axis in ("stage", "split") if axis not in plan.data_axes]
             self._sharers, self._strangers = grid.ranks(*axes), grid.control(*axes)
         self._local = local

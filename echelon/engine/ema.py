@@ -130,9 +130,9 @@ class MovingAverage:
         assert parts is not None
         self.refuse("engine.ema.whole_state()", "use engine.whole_state()")
         self._meet("whole_state")
-        in_parts = parts.plan.in_parts or parts.plan.shard is not None
+        is_sharded = parts.plan.is_model_parallel or parts.plan.shard is not None
         with self._company.explained(), self._one.shown():
-            control = self._world.control if in_parts else None
+            control = self._world.control if is_sharded else None
             return assembled_state(parts.holdings, averages.as_weights(), control)
 
     def refuse(self, call: str, instead: str = "leave 'with engine.ema.applied()' first") -> None:

@@ -143,9 +143,9 @@ class Engine(OwnLoop):
         self.plan, self._marks = plan, marks
         self.found = found  #: plan from ``auto`` or a file; None if the plan was made from marks and strategy
         self._grid = MeshGroups(plan.mesh, plan.order, self.world.rank, self._company.groups)
-        self.place = self._grid.at  #: this rank's index along every axis of the mesh
+        self.place = self._grid.coords  #: this rank's index along every axis of the mesh
         #: index of this rank's RNG stream; ranks that share a batch have the same one, so their dropout is equal
-        self.stream = self.worker if plan.spread or self.world.size == 1 else self._grid.ranks("split")[0]
+        self.stream = self.worker if plan.batch_per_split_rank or self.world.size == 1 else self._grid.ranks("split")[0]
         self._objective = Objective(self.model, self._judged_by, plan.amp, self.world.device)
         self._notices = replaced_decay(plan, self._given)
         self._feeding = LoaderFactory(
@@ -424,7 +424,9 @@ class Engine(OwnLoop):
         """
         parts = self._assembled()
         with self._company.explained(), self._one.shown():
-            return whole_state(parts.holdings, self.world.control, self.plan.in_parts or self.plan.shard is not None)
+            return whole_state(
+                parts.holdings, self.world.control, self.plan.is_model_parallel or self.plan.shard is not None
+            )
 
     @collective_call("load")
     def load(self, path: str | Path) -> None:

@@ -74,9 +74,9 @@ class ForwardBackward:
         merges = parts.plan.gradient_merge > 1
         self._weighs = group is not None or merges or parts.staged is not None or served
         self._pass = plain_pass if fast is None else fast.run
-        self._is_last = grid.at["stage"] == grid.size("stage") - 1
+        self._is_last = grid.coords["stage"] == grid.size("stage") - 1
         # One of the ranks that share a batch reports its samples.
-        self.speaks = self._is_last and (parts.plan.spread or grid.at["split"] == 0)
+        self.speaks = self._is_last and (parts.plan.batch_per_split_rank or grid.coords["split"] == 0)
         self.has_own_loop = False  #: True if user code calls ``engine.backward``
         self.counted = True  #: True if the number of samples of the last pass is known
         self.buffers: ReplicaBuffers | None = None  #: buffers to keep equal on replicas that share every step

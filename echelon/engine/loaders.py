@@ -96,7 +96,7 @@ class LoaderFactory:
 
         ahead: callback for each batch, called before the loader yields the previous batch
         """
-        in_parts = self._plan.in_parts
+        is_model_parallel = self._plan.is_model_parallel
         return Loader(
             dataset,
             **{
@@ -107,7 +107,7 @@ class LoaderFactory:
                 **options,
             },
             device=self._world.device,
-            group=self._grid.control(*self._plan.data_axes) if in_parts else self._world.control,
+            group=self._grid.control(*self._plan.data_axes) if is_model_parallel else self._world.control,
             on_share=self._on_share,
             ahead=ahead,
         )

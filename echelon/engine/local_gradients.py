@@ -49,12 +49,12 @@ class LocalGradients:
     ) -> None:
         self._passes, self._reduce, self._say = passes, reduce, say
         plan = parts.plan
-        self._in_parts = plan.shard is not None or plan.in_parts
+        self._is_sharded = plan.shard is not None or plan.is_model_parallel
         self._applied_at_once = plan.low_memory is not None or bool(plan.dgc)
         self._differ = parts.gradients.is_reduced or parts.scaler.active  # local gradients differ from final ones
         self._keys, self._owners = list(parts.optimizers), _owners(parts)
         self._parameters = dict(_identified([*parts.holdings.model.parameters(), *parts.holdings.parameters.values()]))
-        self._looks = EARLY if self._differ and not self._in_parts else 0
+        self._looks = EARLY if self._differ and not self._is_sharded else 0
         self._seen: list[tuple[int, int]] = []
         self._has_warned = False
         _watch(self)
@@ -91,10 +91,10 @@ class LocalGradients:
             return
         known, instead = _FUNCTIONS[name]
         waits = self._passes.is_local and self._differ
-        if self._in_parts or (waits and (self._applied_at_once or name == "_get_total_norm")):
+        if self._is_sharded or (waits and (self._applied_at_once or name == "_get_total_norm")):
             why = (
                 "a rank holds only parts of them"
-                if self._in_parts
+                if self._is_sharded
                 else "until engine.update() they are each rank's own"
             )
             raise UsageError(f"{known}() on the engine's gradients: {why}; call {instead}")

@@ -94,7 +94,7 @@ def parallelize(
     remarks = check_reach(plan, given, model, applied.layouts)
     _cut_state(model, given, applied)
     cut: Collection[str] = ()
-    if plan.in_parts:
+    if plan.is_model_parallel:
         assert world.control is not None
         known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
         cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
@@ -133,7 +133,7 @@ def parallelize(
         reducers = _updating(plan, optimizers, carriers)
     elif any(carriers.values()) and local is None:
         within = peers.within if peers else None
-        reducers = {key: Reducer(plan, key, parameters, carriers, grid.at["stage"], within) for key in optimizers}
+        reducers = {key: Reducer(plan, key, parameters, carriers, grid.coords["stage"], within) for key in optimizers}
     gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums)
     staged = _staged(world, plan, model, objective, grid)
     guard_parts(plan, model)
@@ -165,7 +165,9 @@ def _split(plan: Plan, model: nn.Module, stages: StageTrace | None, grid: MeshGr
 
     group = grid.group("split")
     assert group is not None
-    axis = SplitAxis(group, dist.get_rank(group), grid.size("split"), plan.spread)  # torch sorts a group's ranks
+    axis = SplitAxis(
+        group, dist.get_rank(group), grid.size("split"), plan.batch_per_split_rank
+    )  # torch sorts a group's ranks
     here = _here(model, stages, grid)
     applied = apply_split(model, {name: mark for name, mark in plan.splits.items() if here(name)}, axis)
     return SplitResult(applied.layouts, applied.partial)
@@ -221,7 +223,7 @@ def _drop_remote_stages(stages: StageTrace | None, model: nn.Module, given: Opti
 
 def hosted_stages(stages: StageTrace, grid: MeshGroups) -> list[int]:
     """Return the stages that run on this rank."""
-    return list(range(grid.at["stage"], 1 + max(stages.units.values()), grid.size("stage")))
+    return list(range(grid.coords["stage"], 1 + max(stages.units.values()), grid.size("stage")))
 
 
 def _change_modules(world: World, company: ConsistencyChecker, plan: Plan, model: nn.Module, grid: MeshGroups) -> None:
@@ -231,8 +233,8 @@ def _change_modules(world: World, company: ConsistencyChecker, plan: Plan, model
     if plan.sync_batch_norm and shared is not None:
         company.remarks.extend(_norms_between_stages(plan))
         synchronize(model, filter(here, plan.sync_batch_norm), shared, company.attend, company.remarks.append)
-    if plan.recompute or plan.chains:
-        together = grid.control("replicate", "split") if plan.in_parts else world.control
+    if plan.recompute or plan.recompute_chains:
+        together = grid.control("replicate", "split") if plan.is_model_parallel else world.control
         segments, chains = local_segments(plan, grid)
         apply_recompute(model, segments, chains, offload=plan.offload, group=together)
 
@@ -256,7 +258,7 @@ def local_segments(plan: Plan, grid: MeshGroups) -> tuple[Segments, tuple[str, .
     one segment.
     """
     if plan.stages is None:
-        return plan.recompute, plan.chains
+        return plan.recompute, plan.recompute_chains
     mine = hosted_stages(plan.stages, grid)
     units = [unit for unit, stage in plan.stages.units.items() if stage in mine]
 
@@ -266,10 +268,10 @@ def local_segments(plan: Plan, grid: MeshGroups) -> tuple[Segments, tuple[str, .
         return any(within(name, unit) for unit in units)
 
     spans = [names[0] if len(names) == 1 else names[0].rpartition(".")[0] for names in plan.recompute]
-    if not all(lies_in(everywhere, name) for name in [*spans, *plan.chains]):
+    if not all(lies_in(everywhere, name) for name in [*spans, *plan.recompute_chains]):
         return tuple((unit,) for unit in units), ()
     segments = tuple(names for names, span in zip(plan.recompute, spans, strict=True) if lies_in(units, span))
-    return segments, tuple(name for name in plan.chains if lies_in(units, name))
+    return segments, tuple(name for name in plan.recompute_chains if lies_in(units, name))
 
 
 def _count_experts_together(plan: Plan, model: nn.Module, grid: MeshGroups, here: Callable[[str], bool]) -> None:
@@ -306,7 +308,7 @@ def _shard(
         return None
     from echelon.parallel.zero import Shards
 
-    here = [b for b in plan.buckets if grid.at["stage"] in b.places]
+    here = [b for b in plan.buckets if grid.coords["stage"] in b.stages]
     buckets = {key: [b.parameters for b in here if b.optimizer == key] for key in given}
     return Shards(
         model,
@@ -341,7 +343,7 @@ def _leads(plan: Plan, name: str, grid: MeshGroups) -> bool:
     """Return True if this rank's place is the first along the stage axis that holds this parameter."""
     if plan.stages is None:
         return True
-    return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.at["stage"]
+    return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.coords["stage"]
 
 
 def _addends(plan: Plan, grid: MeshGroups) -> dict[str, Addend]:
@@ -352,31 +354,33 @@ def _addends(plan: Plan, grid: MeshGroups) -> dict[str, Addend]:
     summed = plan.shard is not None and plan.shard.level > 1
     found: dict[str, Addend] = {}
     for bucket in plan.buckets:
-        if grid.at["stage"] not in bucket.places:
+        if grid.coords["stage"] not in bucket.stages:
             continue
         axes = [axis for axis in bucket.axes if not (summed and axis == "replicate")]
-        ranks, place = grid.size(*axes), bucket.places.index(grid.at["stage"])
-        one = Addend(place * ranks + grid.index(*axes), len(bucket.places) * ranks)
+        ranks, place = grid.size(*axes), bucket.stages.index(grid.coords["stage"])
+        one = Addend(place * ranks + grid.index(*axes), len(bucket.stages) * ranks)
         found |= dict.fromkeys(bucket.parameters, one)
     return found
 
 
 def _counts(plan: Plan, name: str, grid: MeshGroups, applied: SplitResult, shards: Shards | None) -> bool:
-    first_or_own = grid.at["replicate"] == 0 if shards is None or name not in shards.counts else shards.counts[name]
-    return _leads(plan, name, grid) and first_or_own and (grid.at["split"] == 0 or name in applied.layouts)
+    first_or_own = grid.coords["replicate"] == 0 if shards is None or name not in shards.counts else shards.counts[name]
+    return _leads(plan, name, grid) and first_or_own and (grid.coords["split"] == 0 or name in applied.layouts)
 
 
 def _spoken_buffers(plan: Plan, model: nn.Module, grid: MeshGroups) -> set[str]:
-    if grid.at["replicate"] or grid.at["split"]:
+    if grid.coords["replicate"] or grid.coords["split"]:
         return set()
     return {name for name, _ in model.named_buffers() if plan.stages is None or _leads(plan, name, grid)}
 
 
 def _census(plan: Plan, holdings: LocalState, grid: MeshGroups, alone: bool) -> Census:
-    in_parts = plan.in_parts or plan.shard is not None
+    is_sharded = plan.is_model_parallel or plan.shard is not None
     everyone = grid.group("replicate", "stage", "split")
     counted = {id(holdings.parameters[name]) for name in holdings.counted}
-    return Census(counted, everyone if in_parts else None, everyone if (in_parts or plan.dgc) and not alone else None)
+    return Census(
+        counted, everyone if is_sharded else None, everyone if (is_sharded or plan.dgc) and not alone else None
+    )
 
 
 def _staged(

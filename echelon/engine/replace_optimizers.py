@@ -44,12 +44,12 @@ def _successor(
     peers: DgcGroups | None,
 ) -> torch.optim.Optimizer:
     owned = {id(p) for group in given.param_groups for p in group["params"]}
-    undecayed = [named[name] for name in plan.undecayed if name in named and id(named[name]) in owned]
+    without_decay = [named[name] for name in plan.no_weight_decay if name in named and id(named[name]) in owned]
     if plan.lars is not None:
         s = plan.lars
-        return lars_from(given, coeff=s.coeff, weight_decay=s.weight_decay, eps=s.eps, exclude=undecayed)
+        return lars_from(given, coeff=s.coeff, weight_decay=s.weight_decay, eps=s.eps, exclude=without_decay)
     if plan.lamb is not None:
-        return lamb_from(given, weight_decay=plan.lamb.weight_decay, eps=plan.lamb.eps, exclude=undecayed)
+        return lamb_from(given, weight_decay=plan.lamb.weight_decay, eps=plan.lamb.eps, exclude=without_decay)
     if plan.low_memory is not None:
         from echelon.parallel.low_memory.adam import LowMemoryAdam
 

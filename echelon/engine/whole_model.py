@@ -18,12 +18,12 @@ from echelon.distributed.tensor_layout import Layout, Part
 
 
 @torch.no_grad()
-def whole_state(holdings: LocalState, control: dist.ProcessGroup | None, in_parts: bool) -> dict[str, Tensor]:
+def whole_state(holdings: LocalState, control: dist.ProcessGroup | None, is_sharded: bool) -> dict[str, Tensor]:
     """Return all parameters and persistent buffers by name, whole, in host memory, on every rank. All ranks call it.
 
     Tied weights appear under each of their names, as in ``state_dict()``.
     """
-    return assembled_state(holdings, holdings.tensors(), control if in_parts else None)
+    return assembled_state(holdings, holdings.tensors(), control if is_sharded else None)
 
 
 @torch.no_grad()

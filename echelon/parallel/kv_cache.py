@@ -38,7 +38,7 @@ def switch_off(model: nn.Module) -> list[Any]:
 
 
 def _reason(model: nn.Module, plan: Plan) -> str | None:
-    if plan.recompute or plan.chains:
+    if plan.recompute or plan.recompute_chains:
         return "recompute"
     own = any(getattr(module, "gradient_checkpointing", None) is True for module in model.modules())
     return "gradient checkpointing" if own else None

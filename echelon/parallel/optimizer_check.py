@@ -24,7 +24,7 @@ def check_reach(plan: Plan, optimizers: Optimizers, model: nn.Module, cut: Colle
     cut: names of parameters of which this rank holds only a part
     """
     sharded = plan.shard is not None and plan.mesh["replicate"] > 1
-    if not (sharded or plan.in_parts):
+    if not (sharded or plan.is_model_parallel):
         return []
     parted = {id(value) for name, value in model.named_parameters() if name in cut}
     known: dict[Any, StepReach | str] = {}

@@ -74,22 +74,23 @@ def make_plan(
         model=tuple(_parameter(name, value, name in sparse) for name, value in named.items()),
         buckets=(),
         splits=marks.splits if mesh.get("split", 1) > 1 else {},
-        spread=(bool(marks.replicates) or isinstance(marks.default, Replicate)) and mesh.get("split", 1) > 1,
+        batch_per_split_rank=(bool(marks.replicates) or isinstance(marks.default, Replicate))
+        and mesh.get("split", 1) > 1,
         pipeline=marks.pipeline,
         shard=_shard(strategy.part(Shard), mesh["replicate"]),
         ranks_per_host=_uniform(ranks, ranks_per_host) if hierarchical else 1,
         communicators=strategy.reduction.communicators,
         reduce_op=strategy.reduction.op,
-        wire=strategy.fp16_allreduce if isinstance(strategy.fp16_allreduce, str) else None,
+        comm_dtype=strategy.fp16_allreduce if isinstance(strategy.fp16_allreduce, str) else None,
         gradient_merge=strategy.gradient_merge,
         clip=strategy.clip,
         amp=strategy.part(Amp) or (Amp() if strategy.low_memory else None),
         recompute=find_segments(model, recompute.checkpoints) if recompute else (),
-        chains=find_chains(model) if recompute and recompute.checkpoints == "auto" else (),
+        recompute_chains=find_chains(model) if recompute and recompute.checkpoints == "auto" else (),
         offload=recompute is not None and recompute.offload,
         lars=lars,
         lamb=lamb,
-        undecayed=_undecayed(model, lars or lamb),
+        no_weight_decay=_without_decay(model, lars or lamb),
         dgc=dgc,
         local=alone if ranks > 1 else None,
         low_memory=strategy.part(LowMemory),
@@ -97,7 +98,7 @@ def make_plan(
         sync_batch_norm=_shared_batch_norm(model, strategy.sync_batch_norm, ranks, alone is not None),
         bucket_mb=(strategy.reduction.first_bucket_mb, strategy.reduction.bucket_mb),
     )
-    return plan if plan.in_parts else complete(plan, owned_names(model, optimizers))
+    return plan if plan.is_model_parallel else complete(plan, owned_names(model, optimizers))
 
 
 def complete(
@@ -119,7 +120,7 @@ def complete(
 
     def home(name: str) -> Home:
         held = stages.holders[name] if stages else (0,)
-        over_split = name in partial or (plan.spread and name not in cut)
+        over_split = name in partial or (plan.batch_per_split_rank and name not in cut)
         axes = ("replicate", "split") if over_split else ("replicate",)
         return tuple(sorted({stage % depth for stage in held})), axes
 
@@ -180,7 +181,7 @@ def _uniform(ranks: int, ranks_per_host: int) -> int:
     return ranks_per_host
 
 
-def _undecayed(model: nn.Module, settings: Lars | Lamb | None) -> tuple[str, ...]:
+def _without_decay(model: nn.Module, settings: Lars | Lamb | None) -> tuple[str, ...]:
     if settings is None or not settings.exclude_from_weight_decay:
         return ()
     return tuple(excluded_names(model, settings.exclude_from_weight_decay))
@@ -227,14 +228,14 @@ def _all_buckets(plan: Plan, owned: Mapping[str, Collection[str]], home: Callabl
                     yield Bucket(
                         optimizer=key,
                         parameters=tuple(parameters),
-                        places=places,
+                        stages=places,
                         axes=axes,
                         compressed=order is compressed,
                     )
         for name in reversed(trained):
             if specs[name].sparse:
                 places, axes = home(name)
-                yield Bucket(optimizer=key, parameters=(name,), places=places, axes=axes, sparse=True)
+                yield Bucket(optimizer=key, parameters=(name,), stages=places, axes=axes, sparse=True)
 
 
 def _grouped(names: Iterable[str], home: Callable[[str], Home]) -> dict[Home, list[str]]:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Literal
 
 from echelon.base.config import require, strict
+from echelon.plan.former_fields import rename_former_fields
 from echelon.strategy.annotations.marks import ScheduleName
 
 Approximation = Literal["dgc", "localsgd"]
@@ -27,7 +28,7 @@ class Draft:
     recompute:      per stage, True if its units keep only their inputs for backward; () for no recompute
     shard:          sharding level over replicas, 0 to 3
     amp:            16-bit dtype of forward and loss; None: no autocast
-    wire:           16-bit dtype in which gradients are sent; None: as they are
+    comm_dtype:     16-bit dtype in which gradients are sent; None: as they are
     approximate:    gradient exchange that changes the mathematics; only if the user allows it
     shares:         relative sizes of the replicas' batches; () for equal sizes
     widths:         relative widths of the shards of split layers; () for equal widths
@@ -46,12 +47,14 @@ class Draft:
     recompute: tuple[bool, ...] = ()
     shard: int = 0
     amp: Literal["bf16", "fp16"] | None = None
-    wire: Literal["fp16", "bf16"] | None = None
+    comm_dtype: Literal["fp16", "bf16"] | None = None
     approximate: Approximation | None = None
     shares: tuple[float, ...] = ()
     widths: tuple[float, ...] = ()
     order: tuple[int, ...] = ()
     compile: bool = False
+
+    in_our_names = staticmethod(rename_former_fields)
 
     def __post_init__(self) -> None:
         for name in ("batch", "replicate", "stage", "split", "chunks", "micro_batches"):
@@ -89,7 +92,11 @@ class Draft:
             micros + schedule if self.stages > 1 else micros if self.micro_batches > 1 else "",
             "recompute" if recomputed == self.stages else f"recompute in {recomputed} stages" if recomputed else "",
             f"shard {self.shard}" if self.shard else "",
-            *(word for word in (self.amp, self.wire and f"{self.wire}_allreduce", self.approximate) if word),
+            *(
+                word
+                for word in (self.amp, self.comm_dtype and f"{self.comm_dtype}_allreduce", self.approximate)
+                if word
+            ),
             "uneven shares" if self.shares else "",
             "uneven widths" if self.widths else "",
             "compile" if self.compile else "",

@@ -6,11 +6,12 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from echelon.base.config import build, strict
 from echelon.base.errors import UsageError
+from echelon.plan.former_fields import rename_former_fields
 from echelon.plan.stage_trace import StageTrace
 from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LowMemory, LrScaling, Shard
 from echelon.strategy.annotations.marks import Pipeline, Split
@@ -32,16 +33,18 @@ class Parameter:
 class Bucket:
     """Parameters whose gradients are reduced together, in the order in which backward is expected to finish them.
 
-    places: ranks along the stage axis that hold the parameters
+    stages: ranks along the stage axis that hold the parameters
     axes:   mesh axes over which the gradients are reduced
     """
 
     optimizer: str
     parameters: tuple[str, ...]
-    places: tuple[int, ...] = (0,)
+    stages: tuple[int, ...] = (0,)
     axes: tuple[str, ...] = ("replicate",)
     sparse: bool = False
     compressed: bool = False  # once DGC has begun, only the largest entries are sent
+
+    in_our_names = staticmethod(rename_former_fields)
 
 
 @strict
@@ -50,18 +53,18 @@ class Plan:
 
     mesh, order:    sizes of the axes (see base/mesh.py), and the ranks in the order of mesh positions; () for 0, 1, ...
     splits:         modules whose weights are cut over the split axis
-    spread:         True if ranks along the split axis have different batches; False if they share one
+    batch_per_split_rank: True if ranks along the split axis have different batches; False if they share one
     pipeline:       number of micro-batches and schedule of the pipeline; None without a pipeline
     stages:         units and needs of each stage; found with the first batch
     shard:          tensors that are sharded over replicas
     shares:         relative sizes of the replicas' batches; () if they are equal
     ranks_per_host: number of ranks that reduce within a host before communication between hosts; 1: hosts are ignored
-    wire:           16-bit dtype in which gradients (DGC: values, LocalSGD: weight changes) are sent; None: as they are
+    comm_dtype:     16-bit dtype in which gradients (DGC: values, LocalSGD: weight changes) are sent; None: as they are
     recompute:      modules that are recomputed together in backward, one tuple per segment
-    chains:         sequences that are cut into segments by the first batch
-    lars, lamb:     optimizer that replaces the given one; ``undecayed`` has the parameters without weight decay
+    recompute_chains: sequences that are cut into segments by the first batch
+    lars, lamb:     optimizer that replaces the given one; ``no_weight_decay`` has the parameters without weight decay
     local:          LocalSGD settings, if ranks step alone and average weights from time to time
-    low_memory:           16-bit weights with remainders and 8-bit moments, updated during backward
+    low_memory:     16-bit weights with remainders and 8-bit moments, updated during backward
     fast:           fast paths that were chosen automatically
     """
 
@@ -70,7 +73,7 @@ class Plan:
     model: tuple[Parameter, ...]
     buckets: tuple[Bucket, ...]
     splits: dict[str, Split] = dataclasses.field(default_factory=dict)
-    spread: bool = False
+    batch_per_split_rank: bool = False
     pipeline: Pipeline | None = None
     stages: StageTrace | None = None
     shard: Shard | None = None
@@ -78,16 +81,16 @@ class Plan:
     ranks_per_host: int = 1
     communicators: int = 1
     reduce_op: str = "auto"
-    wire: str | None = None
+    comm_dtype: str | None = None
     gradient_merge: int = 1
     clip: float | None = None
     amp: Amp | None = None
     recompute: tuple[tuple[str, ...], ...] = ()
-    chains: tuple[str, ...] = ()
+    recompute_chains: tuple[str, ...] = ()
     offload: bool = False
     lars: Lars | None = None
     lamb: Lamb | None = None
-    undecayed: tuple[str, ...] = ()
+    no_weight_decay: tuple[str, ...] = ()
     dgc: Dgc | None = None
     local: LocalSgd | AdaptiveLocalSgd | None = None
     low_memory: LowMemory | None = None
@@ -97,25 +100,27 @@ class Plan:
     fast: FastPathChoice = FastPathChoice()  # frozen, so one shared default is safe
     version: int = 3
 
+    in_our_names = staticmethod(rename_former_fields)
+
     @property
     def ranks(self) -> int:
         """The number of devices that the plan needs: the product of the mesh axes."""
         return math.prod(self.mesh.values())
 
     @property
-    def in_parts(self) -> bool:
+    def is_model_parallel(self) -> bool:
         """True if ranks compute different parts of the model: layers are split, or there are pipeline stages."""
         return self.mesh.get("stage", 1) * self.mesh.get("split", 1) > 1
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which ranks see different samples."""
-        return ("replicate", "split") if self.spread else ("replicate",)
+        return ("replicate", "split") if self.batch_per_split_rank else ("replicate",)
 
     @property
     def replicas(self) -> int:
         """The number of different batches that make up a global batch."""
-        return self.mesh["replicate"] * (self.mesh.get("split", 1) if self.spread else 1)
+        return self.mesh["replicate"] * (self.mesh.get("split", 1) if self.batch_per_split_rank else 1)
 
     @property
     def hash(self) -> str:
@@ -123,11 +128,6 @@ class Plan:
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, indent=indent)
-
-    @staticmethod
-    def in_our_names(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-        """Translate the field names of plans that were written by an earlier version."""
-        return {{"lean": "low_memory"}.get(name, name): value for name, value in given.items()}
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -151,7 +151,7 @@ class Plan:
     def _gradients(self) -> str | None:
         if self.ranks == 1:
             return None
-        wire = f", {self.wire} on the wire (inexact)" if self.wire else ""
+        wire = f", {self.comm_dtype} on the wire (inexact)" if self.comm_dtype else ""
         if self.local:
             return f"weights: averaged over replicas now and then{wire}"
         op = "sum" if self.reduce_op == "sum" else "mean"
@@ -164,7 +164,7 @@ class Plan:
 
     def _options(self) -> Iterator[str]:
         if self.splits:
-            how = "each rank with a batch of its own" if self.spread else "ranks share a batch"
+            how = "each rank with a batch of its own" if self.batch_per_split_rank else "ranks share a batch"
             yield f"split: {_count(len(self.splits), 'module')} over {self.mesh['split']} ranks, {how}"
         if self.pipeline is not None:
             yield f"pipeline: {self.pipeline.micro_batches} micro-batches, {self.pipeline.schedule}"
@@ -176,11 +176,11 @@ class Plan:
             value = getattr(self, name)
             if value is not None:
                 yield f"{name.replace('_', ' ')}: {value}"
-        if self.recompute or self.chains:
+        if self.recompute or self.recompute_chains:
             what = _count(len(self.recompute), "segment") if self.recompute else "segments cut by the first batch"
             yield f"recompute: {what}{', kept activations in host memory' if self.offload else ''}"
-        if self.undecayed:
-            yield f"undecayed: {_count(len(self.undecayed), 'parameter')}"
+        if self.no_weight_decay:
+            yield f"without weight decay: {_count(len(self.no_weight_decay), 'parameter')}"
         if self.sync_batch_norm:
             yield f"batch norm: {len(self.sync_batch_norm)} layers with statistics over all replicas"
 

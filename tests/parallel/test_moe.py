@@ -212,7 +212,7 @@ def check_spread(case: dict[str, Any], group: Any, split: Any, sizes: list[int])
     at = dist.get_rank(group)
     output, auxiliary, wanted, dropped = whole(case)
     layer, x = built(case)
-    layouts = split_moe(layer, SplitAxis(split, me, size, spread=True))
+    layouts = split_moe(layer, SplitAxis(split, me, size, batch_per_rank=True))
     count_together(layer, group)
     begin, share = sum(sizes[:at]), sizes[at] / sum(sizes)
     mine = x.detach()[begin : begin + sizes[at]].requires_grad_()
@@ -329,7 +329,7 @@ def idle_and_noise() -> tuple[Tensor, Tensor, float]:
     case = CASES[3]
     output, auxiliary, wanted, _ = whole(case)
     layer, x = built(case)
-    split_moe(layer, SplitAxis(world, rank, 2, spread=True))
+    split_moe(layer, SplitAxis(world, rank, 2, batch_per_rank=True))
     mine = x if rank == 0 else tokens_for(5).requires_grad_()
     with batch_norm.stand_in_batch(rank == 1):
         got = layer(mine)

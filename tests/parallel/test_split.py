@@ -671,7 +671,7 @@ def test_tied_weights_are_cut_in_one_way_or_refused() -> None:
 def test_sequence_and_spread_exclude_each_other() -> None:
     for mark in (S(sequence=True), S(how="sequence")):
         with pytest.raises(UsageError, match="cuts the sequence"):
-            apply_split(encoder_layer(), {"": mark}, SplitAxis(None, 0, 2, spread=True))
+            apply_split(encoder_layer(), {"": mark}, SplitAxis(None, 0, 2, batch_per_rank=True))
 
 
 def test_what_is_split_stays_split() -> None:

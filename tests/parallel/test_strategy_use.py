@@ -296,7 +296,7 @@ def test_what_will_run_is_announced(capfd: pytest.CaptureFixture[str]) -> None:
     )
     said = capfd.readouterr().out
     assert "lars: weight decay 0.0005, in place of 0.3 of the optimizer 'main'" in said
-    assert "undecayed: 2 parameters" in said
+    assert "without weight decay: 2 parameters" in said
     assert "lr scaling: " in said
 
 

@@ -99,7 +99,7 @@ def test_gradients_wait_for_last_bucket_or_uncovered_rest() -> None:
 
 def test_sixteen_bits_on_the_wire_take_half() -> None:
     whole = foretell(Chain(4), Draft(batch=8, replicate=8), system=AFTER).parts["gradients"]
-    half = foretell(Chain(4), Draft(batch=8, replicate=8, wire="bf16"), system=AFTER).parts["gradients"]
+    half = foretell(Chain(4), Draft(batch=8, replicate=8, comm_dtype="bf16"), system=AFTER).parts["gradients"]
     assert half == pytest.approx(whole / 2)
 
 

@@ -280,7 +280,7 @@ def test_what_is_fixed_stays_and_nothing_is_used_without_consent() -> None:
         for choice in search(model, cluster, batch=16, fixed=fixed).best:
             assert all(getattr(choice.draft, name) == value for name, value in fixed.items())
     answer = search(model, cluster, batch=16)
-    assert all(not (c.draft.amp or c.draft.wire or c.draft.approximate) for c in answer.best)
+    assert all(not (c.draft.amp or c.draft.comm_dtype or c.draft.approximate) for c in answer.best)
     assert {each.name for each in answer.would_help} >= {"amp"}
     assert all(each.against < 0 for each in answer.would_help)
     allowed = search(model, cluster, batch=16, allow=("amp",)).best[0]

@@ -112,7 +112,7 @@ def train(model: nn.Module, strategy: Strategy | None = None, loss: Any = F.cros
     engine = echelon.distribute(
         model, optimizer=optimizer, loss=loss, strategy=strategy, scheduler=schedule, log=echelon.Log(every=1), **given
     )
-    for x, y in batches(shared=engine.plan.in_parts):
+    for x, y in batches(shared=engine.plan.is_model_parallel):
         engine.step(x, y)
 
 

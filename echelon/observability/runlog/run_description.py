@@ -101,7 +101,7 @@ def shown_plan(plan: Plan) -> JSON:
     plain = dataclasses.asdict(plan)
     for name in ("model", "stages"):
         plain.pop(name)
-    plain["undecayed"] = len(plan.undecayed)
+    plain["no_weight_decay"] = len(plan.no_weight_decay)
     for bucket in plain["buckets"]:
         bucket["parameters"] = len(bucket["parameters"])
     return plain

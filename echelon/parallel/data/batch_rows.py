@@ -61,7 +61,7 @@ class BatchRows:
 
         if batch_norm.is_stand_in_batch():  # this rank has no batch, so it contributes no rows
             rows = rows[:0]
-        axis = SplitAxis(group, dist.get_rank(group), dist.get_world_size(group), spread=True)
+        axis = SplitAxis(group, dist.get_rank(group), dist.get_world_size(group), batch_per_rank=True)
         sizes = gather_rows(rows, axis, "gather_batch(): replicas' rows are joined")
         return self._ordered(move_rows(rows, sizes, axis), sizes)
 

@@ -73,7 +73,7 @@ class SparseMomentum(SharingOptimizer):
         share_groups(self, source)
         assert plan.dgc is not None
         self._settings, self._peers = plan.dgc, peers
-        self._clip, self._wire = plan.clip, DTYPES[plan.wire] if plan.wire else None
+        self._clip, self._wire = plan.clip, DTYPES[plan.comm_dtype] if plan.comm_dtype else None
         self.names = [name for b in plan.buckets if b.optimizer == key and b.compressed for name in b.parameters]
         self._compressed = [named[name] for name in self.names]
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}

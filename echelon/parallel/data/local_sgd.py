@@ -47,7 +47,7 @@ class LocalSgdAverager:
         self._ranks, self._device = dist.get_world_size(group), next(model.parameters()).device
         named = dict(model.named_parameters())
         self._drifts = [
-            WeightDelta(bucket.parameters, [named[name] for name in bucket.parameters], plan.wire, group, number)
+            WeightDelta(bucket.parameters, [named[name] for name in bucket.parameters], plan.comm_dtype, group, number)
             for number, bucket in enumerate(plan.buckets)
         ]
         self._velocities = [drift.empty() for drift in self._drifts] if self._outer else []

@@ -67,7 +67,7 @@ class Reducer:
         mine = [
             bucket
             for bucket in plan.buckets
-            if bucket.optimizer == optimizer and place in bucket.places and carriers.get(bucket.axes)
+            if bucket.optimizer == optimizer and place in bucket.stages and carriers.get(bucket.axes)
         ]
         dense = [bucket for bucket in mine if not bucket.sparse]
         self._buckets = [
@@ -145,7 +145,7 @@ class _Bucket:
         self._size = sum(p.numel() for p in self.parameters)
         first = self.parameters[0]
         self._group = group
-        exact = plan.wire is None and not bucket.compressed and first.dtype in (torch.float32, torch.float64)
+        exact = plan.comm_dtype is None and not bucket.compressed and first.dtype in (torch.float32, torch.float64)
         here = exact and first.device.type == "cpu"
         seats = seats if here else 0
         self._row = torch.zeros(self._size + len(self.parameters) + seats, dtype=first.dtype, device=first.device)
@@ -154,10 +154,10 @@ class _Bucket:
         self._behind = behind.numpy() if here else None  # the same memory, written without a torch operation
         self._front = np.ones(len(behind)) if here else None  # values to write there: flags and piggybacked numbers
         self._slots = _views(self._row, self.parameters)
-        self._scaled = plan.wire == "fp16"
+        self._scaled = plan.comm_dtype == "fp16"
         number = plan.buckets.index(bucket)
         call, what = "sum of gradients", f"bucket {number} ({span(bucket.parameters)})"
-        self._sum = sum_over(self._row, plan.wire, group, number=number, call=call, what=what)
+        self._sum = sum_over(self._row, plan.comm_dtype, group, number=number, call=call, what=what)
         inside = within if bucket.compressed else None
         self._sum_within = sum_over(self._row, None, inside, call=call, what=what) if inside else None
         self._on_complete: Callable[[], None] = lambda: None

@@ -76,7 +76,7 @@ def count_together(module: MoE, everyone: dist.ProcessGroup) -> None:
     that is whole on every rank, they are the ranks with their own batches.
     """
     if not isinstance(module, SplitMoE):
-        split_moe(module, SplitAxis(None, 0, 1, spread=True))
+        split_moe(module, SplitAxis(None, 0, 1, batch_per_rank=True))
     assert isinstance(module, SplitMoE)
     type(module).everyone = everyone
 
@@ -90,7 +90,7 @@ class SplitMoE(MoE):
         return super().forward(whole(x))
 
     def _mix(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        if self.axis.spread or self.axis.size == 1:
+        if self.axis.batch_per_rank or self.axis.size == 1:
             return self._route(tokens, self.gate.weight)
         sizes = self.axis.sizes(len(tokens))
         weight = move(self.gate.weight, Tensor.detach, partial(split_all_reduce, axis=self.axis))
@@ -130,7 +130,7 @@ class SplitMoE(MoE):
 
     def _unevenness(self, choice: TokenRouting, heads: ExpertCounts, counted: int) -> Tensor:
         sums = choice.probabilities.sum(0) if counted else choice.probabilities.sum(0) * 0
-        if not self.axis.spread and self.axis.size > 1:
+        if not self.axis.batch_per_rank and self.axis.size > 1:
             sums = reduce_from_split(sums, None, self.axis)
             counted = sum(heads.tokens[i] for i in self._members())
         return balance(heads.fractions.to(sums), sums / max(counted, 1))

@@ -25,8 +25,8 @@ class TiedWeights:
         self._owner: dict[int, str] = {}
         names: dict[Places, list[tuple[str, str]]] = defaultdict(list)
         for bucket in plan.buckets:
-            if len(bucket.places) > 1:
-                names[bucket.places] += [(bucket.optimizer, name) for name in bucket.parameters]
+            if len(bucket.stages) > 1:
+                names[bucket.stages] += [(bucket.optimizer, name) for name in bucket.parameters]
         for places in sorted(names):  # all ranks must create all groups, in the same order
             group = grid.among(places)
             if group is not None:

@@ -68,7 +68,7 @@ class ColumnParallelEmbedding(nn.Embedding):
 
 
 def _everyones(tokens: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
-    if not axis.spread:
+    if not axis.batch_per_rank:
         return tokens, None
     rows = gather_rows(tokens, axis)
     axis.memory.rows = rows

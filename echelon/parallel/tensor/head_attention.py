@@ -45,7 +45,7 @@ class HeadParallelAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise UsageError("MultiheadAttention: is_causal is a hint about attn_mask; give the mask too")
         single = query.dim() == 2
-        if single and self.axis.spread:
+        if single and self.axis.batch_per_rank:
             raise UsageError("split beside replicate: attention needs a batch dimension to join the devices' batches")
         (q, k, v), rows = self._projected(query, key, value, single)
         causal = is_causal and key_padding_mask is None and not need_weights
@@ -139,7 +139,7 @@ def attention_pieces(module: nn.MultiheadAttention, mark: Split, axis: SplitAxis
     require_gather(mark, "attention")
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsplittableError("has add_bias_kv or add_zero_attn, which split attention does not know")
-    if (mark.sequence or axis.spread) and not module.batch_first:
+    if (mark.sequence or axis.batch_per_rank) and not module.batch_first:
         raise UnsplittableError("has batch_first=False, but this split joins or cuts batch x sequence x features")
     heads = ranges_of(module.num_heads, mark, axis)
     begin, end = (head * module.head_dim for head in heads[axis.rank])

@@ -74,7 +74,7 @@ class RowParallelLinear(nn.Linear):
 def known_rows(local: Tensor, axis: SplitAxis) -> Sizes | None:
     """Return the rows of each rank in a plain local tensor: in spread mode those that entered last, else None."""
     rows = axis.memory.rows
-    if not axis.spread:
+    if not axis.batch_per_rank:
         return None
     if rows is None or sum(rows) != local.shape[0]:
         raise UsageError(

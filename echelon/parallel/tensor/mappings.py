@@ -68,7 +68,7 @@ def copy_to_split(x: Tensor, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
     The second result is the number of rows of each rank in spread mode, else None.
     """
     x = lower(x)
-    if not axis.spread:
+    if not axis.batch_per_rank:
         return used_in_parts(x, axis), None
     rows = gather_rows(x, axis)
     axis.memory.rows = rows

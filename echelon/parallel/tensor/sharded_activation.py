@@ -197,7 +197,7 @@ def take_in(x: Any, axis: SplitAxis) -> tuple[Tensor, Sizes | None]:
     In spread mode the tensor has the rows of all ranks, and the second result has their numbers; else it is None.
     Consecutive layers with the same input share one result, see SplitInputCache.
     """
-    if isinstance(x, ShardedActivation) and x.has_whole and not axis.spread:
+    if isinstance(x, ShardedActivation) and x.has_whole and not axis.batch_per_rank:
         x = x.whole()
     origin = x.local if isinstance(x, ShardedActivation) else x
     facts = (type(x), lowered(origin), x.along if isinstance(x, ShardedActivation) else None)
@@ -222,7 +222,7 @@ def take_part(x: Any, along: int, sizes: Sizes, axis: SplitAxis) -> tuple[Tensor
         if (x.along, x.sizes) == (along, sizes):
             return x.local, x.rows
         x = x.whole()
-    rows = gather_rows(x, axis) if axis.spread else None
+    rows = gather_rows(x, axis) if axis.batch_per_rank else None
     return scatter_to_split(lower(x), along, sizes, rows, axis), rows
 
 

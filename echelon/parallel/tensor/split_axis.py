@@ -23,7 +23,7 @@ class SplitInputCache:
     """
 
     def __init__(self) -> None:
-        self.rows: Sizes | None = None  #: rows of each rank in the batch gathered last (spread mode)
+        self.rows: Sizes | None = None  #: rows of each rank in the batch gathered last
         self.parts_about = False  #: True once a layer with gather=False has returned its part as a plain tensor
         self._origin: weakref.ref[Tensor] | None = None
         self._facts: tuple[Any, ...] = ()
@@ -53,14 +53,14 @@ class SplitAxis:
     """The ranks that hold the shards of one part of the model.
 
     group:   process group of the ranks; None for a single rank
-    spread:  True if each rank has a batch of its own (spread mode); False if all ranks share one batch (default)
+    batch_per_rank: True if each rank has a batch of its own; False if all ranks share one batch (default)
     memory:  cache of the last input
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
-    spread: bool = False
+    batch_per_rank: bool = False
     memory: SplitInputCache = field(default_factory=SplitInputCache, compare=False, repr=False)
 
     def ranges(self, total: int, weights: tuple[float, ...] | None = None) -> list[Range]:

@@ -81,7 +81,7 @@ def require_gather(mark: Split, what: str) -> None:
 
 
 def refuse_sequence_of_spread(mark: Split, axis: SplitAxis) -> None:
-    if axis.spread and (mark.sequence or mark.how == "sequence"):
+    if axis.batch_per_rank and (mark.sequence or mark.how == "sequence"):
         raise UnsplittableError(
             "cuts the sequence, but replicate beside split gives each device a batch of its own; drop one of them"
         )

@@ -18,7 +18,7 @@ class SplitSums:
 
     def __init__(self, plan: Plan, shards: Shards, grid: MeshGroups) -> None:
         self._group = grid.group("split")
-        here = [b for b in plan.buckets if grid.at["stage"] in b.places and "split" in b.axes]
+        here = [b for b in plan.buckets if grid.coords["stage"] in b.stages and "split" in b.axes]
         self._shards = [(b.optimizer, shards.shards[name]) for b in here for name in b.parameters]
 
     @torch.no_grad()

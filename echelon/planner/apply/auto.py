@@ -248,7 +248,7 @@ def _neighbours(answer: SearchResult, auto: Auto, ranks: int, fixed: Mapping[str
     from echelon.planner.plan_search.search_result import PlanChoice
 
     def may_run(draft: Draft) -> bool:
-        means = {"amp": draft.amp, "fp16_allreduce": draft.wire, draft.approximate: draft.approximate}
+        means = {"amp": draft.amp, "fp16_allreduce": draft.comm_dtype, draft.approximate: draft.approximate}
         allowed = all(name in auto.allow for name, value in means.items() if value)
         return allowed and draft.ranks == ranks and all(getattr(draft, name) == value for name, value in fixed.items())
 

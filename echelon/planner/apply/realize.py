@@ -114,7 +114,7 @@ def _strategy(draft: Draft) -> Strategy:
     return Strategy(
         amp=draft.amp,
         shard=Shard(level=draft.shard) if draft.shard else None,  # type: ignore[arg-type]
-        fp16_allreduce=draft.wire,
+        fp16_allreduce=draft.comm_dtype,
         dgc=Dgc() if draft.approximate == "dgc" else None,
         localsgd=LocalSgd() if draft.approximate == "localsgd" else None,
     )
@@ -165,7 +165,7 @@ def draft_of(plan: Plan, anatomy: ProfileLike, batch: int | None = None) -> Draf
         recompute=_recompute_of(plan, anatomy.names, stages),
         shard=plan.shard.level if plan.shard else 0,
         amp=plan.amp.dtype if plan.amp else None,
-        wire=plan.wire,  # type: ignore[arg-type]
+        comm_dtype=plan.comm_dtype,  # type: ignore[arg-type]
         approximate="dgc" if plan.dgc else "localsgd" if plan.local else None,
         shares=plan.shares,
         widths=_widths(plan.splits),
@@ -196,9 +196,9 @@ def _stage_of(name: str, known: Mapping[str, int]) -> int | None:
 
 
 def _recompute_of(plan: Plan, names: Sequence[str], stages: Sequence[int]) -> tuple[bool, ...]:
-    if not plan.recompute and not plan.chains:
+    if not plan.recompute and not plan.recompute_chains:
         return ()
-    covered = [name for segment in plan.recompute for name in segment] + list(plan.chains)
+    covered = [name for segment in plan.recompute for name in segment] + list(plan.recompute_chains)
 
     def is_recomputed(name: str) -> bool:
         return any(within(name, other) or within(other, name) for other in covered)

@@ -15,13 +15,13 @@ def draft_of(plan: Plan, profile: ProfileLike) -> Draft:
     cuts = _cuts(plan, profile)
     stages = len(cuts) + 1
     pipeline = plan.pipeline
-    recomputed = bool(plan.recompute or plan.chains)
+    recomputed = bool(plan.recompute or plan.recompute_chains)
     approximate: Approximation | None = "dgc" if plan.dgc else "localsgd" if plan.local else None
     return Draft(
         batch=profile.batch,
         replicate=plan.replicas,
         stage=depth,
-        split=1 if plan.spread else plan.mesh.get("split", 1),
+        split=1 if plan.batch_per_split_rank else plan.mesh.get("split", 1),
         chunks=max(1, stages // depth),
         cuts=cuts,
         micro_batches=(pipeline.micro_batches if pipeline else 1) * plan.gradient_merge,
@@ -29,7 +29,7 @@ def draft_of(plan: Plan, profile: ProfileLike) -> Draft:
         recompute=(recomputed,) * stages if recomputed else (),
         shard=plan.shard.level if plan.shard else 0,
         amp=plan.amp.dtype if plan.amp else None,
-        wire="bf16" if plan.wire == "bf16" else "fp16" if plan.wire else None,
+        comm_dtype="bf16" if plan.comm_dtype == "bf16" else "fp16" if plan.comm_dtype else None,
         approximate=approximate,
         shares=plan.shares,
         order=plan.order,

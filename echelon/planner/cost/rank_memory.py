@@ -197,7 +197,7 @@ class _RankMoments:
     def _standing_exchange(self) -> float:
         """Return the bytes of persistent message buffers and copies."""
         draft, entries = self._facts.draft, self._trained
-        wire = entries * (4 + 6 / draft.replicate) if draft.wire and self._facts.reduced else 0.0
+        wire = entries * (4 + 6 / draft.replicate) if draft.comm_dtype and self._facts.reduced else 0.0
         residual = RESIDUAL * entries if draft.approximate == "dgc" else 0.0
         anchor = self._weights if draft.approximate == "localsgd" and draft.replicate > 1 else 0.0
         return wire + residual + anchor

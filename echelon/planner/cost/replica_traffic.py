@@ -58,7 +58,7 @@ def find_exposed_traffic(
     if group.ranks == 1:
         return ExposedTraffic()
     width = system.reduced or system.gradient_bytes(draft.amp)
-    size = held.trained * (min(width, WIRE_BYTES) if draft.wire else width)
+    size = held.trained * (min(width, WIRE_BYTES) if draft.comm_dtype else width)
     if draft.approximate == "dgc":
         return ExposedTraffic(gradients=_compressed(held, group, device))
     if draft.approximate == "localsgd":

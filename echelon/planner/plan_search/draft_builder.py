@@ -195,7 +195,7 @@ class DraftBuilder:
             recompute=flags if any(flags) else (),
             shard=shape.shard,
             amp=shape.amp,
-            wire=shape.wire,
+            comm_dtype=shape.comm_dtype,
             approximate=shape.approximate,
             shares=self._shares(shape),
             widths=self._widths(shape),

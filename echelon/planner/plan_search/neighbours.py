@@ -148,10 +148,10 @@ def _recomputing(hunt: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterat
 
 
 def _sharding(hunt: PlanSearch, shape: PlanShape) -> Iterator[Neighbour]:
-    levels = [exchange["shard"] for exchange in hunt.means.exchanges(shape) if not exchange["wire"]]
+    levels = [exchange["shard"] for exchange in hunt.means.exchanges(shape) if not exchange["comm_dtype"]]
     for level in _beside(sorted(set(levels)), shape.shard):
         words = f"shard {level}" if level else "no shard"
-        changed = shape.replaced(shard=level, wire=None, approximate=None)
+        changed = shape.replaced(shard=level, comm_dtype=None, approximate=None)
         yield Neighbour(words, partial(_made, hunt, changed))
 
 

@@ -36,7 +36,7 @@ class PlanShape:
     chunks: int = 1
     shard: int = 0
     amp: Amp | None = None
-    wire: Literal["fp16", "bf16"] | None = None
+    comm_dtype: Literal["fp16", "bf16"] | None = None
     approximate: Approximation | None = None
     compile: bool = False
 
@@ -96,28 +96,28 @@ class AllowedTechniques:
         return [(name, chunks) for name, chunks in found if name in names and chunks in counts]
 
     def exchanges(self, shape: PlanShape) -> Iterator[dict[str, Any]]:
-        """Yield the possible combinations of sharding level, wire dtype and approximation between replicas.
+        """Yield the possible combinations of sharding level, communication dtype and approximation between replicas.
 
         Level 2 is proposed only if given: it differs from level 1 only with gradient merging, which no plan has.
         """
         allowed = [
-            {"shard": shard, "wire": wire, "approximate": approximate}
+            {"shard": shard, "comm_dtype": comm_dtype, "approximate": approximate}
             for shard in ((0, 1, 3) if self.fixed.get("shard") != 2 else (2,))
-            for wire in (None, "fp16")
+            for comm_dtype in (None, "fp16")
             for approximate in (None, "dgc", "localsgd")
-            if self._may_exchange(shape, shard, wire, approximate)
+            if self._may_exchange(shape, shard, comm_dtype, approximate)
         ]
         for exchange in allowed:
             if all(self.fixed.get(name, value) == value for name, value in exchange.items()):
                 yield exchange
 
-    def _may_exchange(self, shape: PlanShape, shard: int, wire: str | None, approximate: str | None) -> bool:
+    def _may_exchange(self, shape: PlanShape, shard: int, comm_dtype: str | None, approximate: str | None) -> bool:
         if shape.mesh.replicate == 1:
-            return not (shard or wire or approximate)
-        needed = {name for name in ("fp16_allreduce" if wire else None, approximate) if name}
-        given = {name for name in ("wire", "approximate") if self.fixed.get(name)}
+            return not (shard or comm_dtype or approximate)
+        needed = {name for name in ("fp16_allreduce" if comm_dtype else None, approximate) if name}
+        given = {name for name in ("comm_dtype", "approximate") if self.fixed.get(name)}
         return (needed <= self.allow or bool(given)) and combines(
-            shape.marked, shard, wire, approximate, self.optimizer
+            shape.marked, shard, comm_dtype, approximate, self.optimizer
         )
 
     def _given(self, name: str, otherwise: Sequence[Any]) -> list[Any]:
@@ -133,11 +133,11 @@ class AllowedTechniques:
                 raise UsageError(f"allow: there are no means '{name}'{nearest(name, APPROXIMATE)}")
 
 
-def combines(marked: bool, shard: int, wire: str | None, approximate: str | None, optimizer: str) -> bool:
+def combines(marked: bool, shard: int, comm_dtype: str | None, approximate: str | None, optimizer: str) -> bool:
     """Return True if the runtime supports the combination; ``marked``: with stages, splits or micro-batches."""
-    if shard and (wire or approximate):
+    if shard and (comm_dtype or approximate):
         return False
-    if approximate and (marked or wire):
+    if approximate and (marked or comm_dtype):
         return False
     return approximate != "dgc" or optimizer in ("sgd", "momentum")  # DGC includes the momentum of SGD
 
@@ -152,6 +152,6 @@ def mechanisms(draft: Draft) -> int:
     order = ("1f1b", "gpipe", "zero-bubble", "interleaved")
     axes = [draft.stage > 1, draft.split > 1, draft.micro_batches > 1]
     recomputes = [any(draft.recompute), len(set(draft.recompute)) > 1]
-    others = [draft.amp, draft.wire, draft.approximate, draft.shares, draft.widths, draft.order]
+    others = [draft.amp, draft.comm_dtype, draft.approximate, draft.shares, draft.widths, draft.order]
     used = [*axes, *recomputes, *map(bool, others)]
     return 4 * sum(used) + draft.shard + (order.index(draft.schedule) if draft.schedule else 0)

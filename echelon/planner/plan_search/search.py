@@ -221,7 +221,7 @@ class PlanSearch:
 
         The smallest sufficient number of micro-batches is found by bisection.
         """
-        key = (shape.mesh.key, shape.shard, shape.wire, shape.approximate)
+        key = (shape.mesh.key, shape.shard, shape.comm_dtype, shape.approximate)
         if key not in self._least_counts:
             counts = self.means.micro_batches(shape.mesh, self.batch)
             at = bisect_left(counts, True, key=lambda count: self.tailor.may_fit(shape.replaced(micro_batches=count)))
@@ -364,7 +364,7 @@ class PlanSearch:
         sizes = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
         meshes = self.meshes(beyond_host=True, fixed=sizes)
         mesh = next(mesh for mesh in meshes if mesh.order == draft.order and bool(mesh.parts) == bool(draft.widths))
-        same = ("micro_batches", "schedule", "chunks", "shard", "amp", "wire", "approximate", "compile")
+        same = ("micro_batches", "schedule", "chunks", "shard", "amp", "comm_dtype", "approximate", "compile")
         return PlanShape(mesh, **{name: getattr(draft, name) for name in same})
 
     # ---- if no plan fits ----
@@ -400,11 +400,11 @@ class PlanSearch:
         """Return the plan with this technique added, or None if they cannot be combined."""
         if name == "amp":
             return None if draft.amp else draft.replaced(amp=amp_of(self.cluster))
-        if draft.replicate == 1 or draft.wire or draft.approximate:
+        if draft.replicate == 1 or draft.comm_dtype or draft.approximate:
             return None
-        change = {"fp16_allreduce": {"wire": "fp16"}}.get(name, {"approximate": name})
+        change = {"fp16_allreduce": {"comm_dtype": "fp16"}}.get(name, {"approximate": name})
         marked = draft.stage > 1 or draft.split > 1 or draft.micro_batches > 1
-        if not combines(marked, 0, change.get("wire"), change.get("approximate"), self.optimizer):
+        if not combines(marked, 0, change.get("comm_dtype"), change.get("approximate"), self.optimizer):
             return None
         return draft.replaced(shard=0, **change)
 
@@ -447,7 +447,7 @@ def _outline(draft: Draft) -> tuple[object, ...]:
         draft.split,
         draft.schedule,
         draft.chunks,
-        draft.wire,
+        draft.comm_dtype,
         draft.approximate,
         *kinds,
     )

@@ -16,12 +16,12 @@ def how_in_words(job: TrainingJob, plan: Plan) -> str:
 def _mesh(plan: Plan) -> str:
     if plan.ranks == 1:
         return ""
-    if not plan.in_parts:
+    if not plan.is_model_parallel:
         return f" on each of {plan.ranks} processes"
     one = words(plan.mesh.get("stage", 1), plan.mesh.get("split", 1))
     copies = plan.mesh["replicate"]
     whom = f"each of {copies} copies" if copies > 1 else "one copy"
-    given = f" to each process, {whom}" if plan.spread else f" to {whom}"
+    given = f" to each process, {whom}" if plan.batch_per_split_rank else f" to {whom}"
     return f"{given} ({one}), {plan.ranks} processes"
 
 
@@ -29,7 +29,7 @@ def _options(plan: Plan) -> Iterator[str]:
     if plan.pipeline is not None:
         schedule = f" ({plan.pipeline.schedule})" if plan.mesh.get("stage", 1) > 1 else ""
         yield f"{_count(plan.pipeline.micro_batches, 'micro-batch')}{schedule}"
-    if plan.recompute or plan.chains:
+    if plan.recompute or plan.recompute_chains:
         yield "recompute"
     if plan.low_memory is not None:
         yield "low_memory"

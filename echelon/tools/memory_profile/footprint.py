@@ -63,7 +63,7 @@ def _of_place(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedA
         savings=(),
         measured=False,
         ranks=place.ranks,
-        place=place_in_words(place.grids[0].at, spread.plan.mesh, spread.draft.stages),
+        place=place_in_words(place.grids[0].coords, spread.plan.mesh, spread.draft.stages),
     )
 
 
@@ -94,7 +94,7 @@ def _rows(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActiv
 
 def _counts(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> dict[int, int]:
     sizes = {stage: one.made.total() for stage, one in kept.items()}
-    return in_flight(spread.draft, place.grids[0].at["stage"], sizes)
+    return in_flight(spread.draft, place.grids[0].coords["stage"], sizes)
 
 
 def _inside(name: str, unit: str) -> bool:

@@ -96,7 +96,7 @@ class PeakEstimator:
         places = [
             RankGroupPeak(grids, holding, _kinds(plan, holding, peak, profile.device), _in_words(profile, peak))
             for grids, holding in self._holdings.of(plan)
-            for peak in [found[grids[0].at["stage"]]]
+            for peak in [found[grids[0].coords["stage"]]]
         ]
         return JobMemory(job.samples, plan, profile, draft, places)
 
@@ -111,7 +111,7 @@ def _system(plan: Plan, optimizer: str) -> System:
 
 
 def _is_long(plan: Plan) -> bool:
-    several = bool(plan.chains) or any(len(names) > 1 for names in plan.recompute)
+    several = bool(plan.recompute_chains) or any(len(names) > 1 for names in plan.recompute)
     return several and plan.mesh.get("stage", 1) == 1
 
 
@@ -123,7 +123,9 @@ def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: PeakMome
     if not _is_long(plan):
         return peak
     samples = samples_of(draft)
-    kept, plain = (kept_by_stage(profile, each, samples)[0] for each in (plan, replace(plan, recompute=(), chains=())))
+    kept, plain = (
+        kept_by_stage(profile, each, samples)[0] for each in (plan, replace(plan, recompute=(), recompute_chains=()))
+    )
     again = [
         sum(size for name, size in plain.made.items() if any(within(name, each) for each in names))
         for names in segments_of(profile, plan, samples)

@@ -75,10 +75,10 @@ class ResidentEstimator:
         places: dict[tuple[int, int], list[MeshGroups]] = {}
         for rank in range(plan.ranks):
             grid = MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo"))  # no process group is created
-            places.setdefault((grid.at["stage"], grid.at["split"]), []).append(grid)
+            places.setdefault((grid.coords["stage"], grid.coords["split"]), []).append(grid)
         for (_, split), replicas in places.items():
             size = plan.mesh.get("split", 1)
-            shapes, buffers = self._part(tuple(plan.splits.items()), split, size, plan.spread)
+            shapes, buffers = self._part(tuple(plan.splits.items()), split, size, plan.batch_per_split_rank)
             yield from self._replicas(plan, replicas, shapes, buffers, stepping)
 
     def _replicas(

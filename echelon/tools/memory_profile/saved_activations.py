@@ -71,7 +71,7 @@ def segments_of(profile: Profile, plan: Plan, samples: int) -> Segments:
 def _recomputed(plan: Plan) -> tuple[Segments, tuple[str, ...]]:
     """Return the recomputed segments and chains of all stages."""
     grids = (MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo")) for rank in range(plan.ranks))
-    first = {grid.at["stage"]: grid for grid in grids}
+    first = {grid.coords["stage"]: grid for grid in grids}
     found = [local_segments(plan, grid) for grid in first.values()]
     return tuple(part for parts, _ in found for part in parts), tuple(name for _, names in found for name in names)
 
@@ -92,7 +92,7 @@ def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dic
     with contextlib.ExitStack() as within_all:
         group = within_all.enter_context(fake_process_group(split))
         if split > 1:
-            split_first(shadow, plan.splits, group, plan.spread)
+            split_first(shadow, plan.splits, group, plan.batch_per_split_rank)
         seen = _ActivationTracker(shadow.model, segments, plan.stages.units if plan.stages else {}, batch)
         for context in (placeholder_mode(), preserve_rng_state(), torch.enable_grad()):
             within_all.enter_context(context)

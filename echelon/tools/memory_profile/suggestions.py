@@ -30,7 +30,7 @@ def alternatives(job: TrainingJob, plan: Plan, optimizers: Optimizers) -> Iterat
 
 def _changes(plan: Plan, optimizers: Optimizers) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
-    if not plan.recompute and not plan.chains:
+    if not plan.recompute and not plan.recompute_chains:
         found["recompute"] = {"recompute": True}
     if plan.amp is None:
         found["amp bf16"] = {"amp": "bf16"}

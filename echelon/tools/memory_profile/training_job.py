@@ -138,12 +138,12 @@ class JobPlanner:
     def draft_for_plan(self, plan: Plan, samples: int) -> tuple[Profile, Draft]:
         """Return the plan as a draft, and a profile whose units can express its stages and splits."""
         splits = tuple(plan.splits.items())
-        profile = self._cut((), splits, plan.spread) if splits else self._profile
+        profile = self._cut((), splits, plan.batch_per_split_rank) if splits else self._profile
         try:
             return profile, _draft(plan, profile, samples)
         except UsageError:
             assert plan.stages is not None
-        profile = self._cut(tuple(plan.stages.units), splits, plan.spread)
+        profile = self._cut(tuple(plan.stages.units), splits, plan.batch_per_split_rank)
         return profile, _draft(plan, profile, samples)
 
     def _profile_of(self, units: tuple[str, ...], splits: tuple[tuple[str, Split], ...], spread: bool) -> Profile:

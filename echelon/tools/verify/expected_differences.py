@@ -59,10 +59,10 @@ def _arithmetic(plan: Plan) -> Iterator[ExpectedDifference]:
     if plan.low_memory is not None:
         says = "weights compute in 8 significant bits and moments are kept in 8 bits; no gradients are seen"
         yield ExpectedDifference("low_memory", says, outputs=0.05, loss=0.05, weights=0.05)
-    if plan.wire is not None and plan.ranks > 1 and plan.dgc is None and plan.local is None:
-        bits, off = (8, 0.02) if plan.wire == "bf16" else (11, 0.0025)
+    if plan.comm_dtype is not None and plan.ranks > 1 and plan.dgc is None and plan.local is None:
+        bits, off = (8, 0.02) if plan.comm_dtype == "bf16" else (11, 0.0025)
         says = f"gradients travel in {bits} significant bits, rounded twice: within {off:.2%}"
-        yield ExpectedDifference(f"fp16_allreduce='{plan.wire}'", says, loss=off, gradients=off, weights=off)
+        yield ExpectedDifference(f"fp16_allreduce='{plan.comm_dtype}'", says, loss=off, gradients=off, weights=off)
 
 
 def _algorithms(plan: Plan, steps: int) -> Iterator[ExpectedDifference]:

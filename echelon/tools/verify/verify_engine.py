@@ -108,7 +108,7 @@ class VerifyEngine(Engine):
     @property
     def counts_outputs(self) -> bool:
         """True if this rank's module outputs count: no other rank computes the same for the same samples."""
-        return self.plan.spread or self._grid.at["split"] == 0
+        return self.plan.batch_per_split_rank or self._grid.coords["split"] == 0
 
     @property
     def shows_draws(self) -> bool:
@@ -154,4 +154,4 @@ class VerifyEngine(Engine):
 
     @property
     def _holds_parts(self) -> bool:
-        return self.plan.in_parts or self.plan.shard is not None
+        return self.plan.is_model_parallel or self.plan.shard is not None
