@@ -1,6 +1,8 @@
-"""Formats seconds, bytes, percentages and counts as short text."""
+"""Formats seconds, bytes, percentages and counts as short text, and tables as aligned text."""
 
 from __future__ import annotations
+
+from collections.abc import Container, Sequence
 
 
 def duration(seconds: float) -> str:
@@ -47,6 +49,23 @@ def percent(part: float, *, signed: bool = False) -> str:
     if abs(part) < 0.0005:
         return "0%"
     return f"{part:+.1%}" if abs(part) < 0.0995 else f"{part:+.0%}"
+
+
+def text_table(
+    rows: Sequence[Sequence[str]], *, right: Container[int] = (), indent: int = 0, width: int | None = None
+) -> list[str]:
+    """Return rows as lines with aligned columns, without blanks at the ends of lines.
+
+    right: indices of the right-aligned columns
+    width: longest line; where lines would be longer, the cells of the widest column are cut
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    excess = indent + sum(widths) + 2 * (len(widths) - 1) - width if width else 0
+    if excess > 0:
+        widest = widths.index(max(widths))
+        widths[widest] = max(8, widths[widest] - excess)
+    places = [f"{'>' if column in right else '<'}{size}.{size}" for column, size in enumerate(widths)]
+    return [" " * indent + "  ".join(map(format, row, places)).rstrip() for row in rows]
 
 
 def _scaled(amount: float, units: dict[str, float]) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from echelon.base.formatting import text_table
 from echelon.base.mesh import coordinates
 from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import within
@@ -65,8 +66,7 @@ def placement_table(
     """
     devices, held = _Devices(mesh, order, ranks_per_host), held or ParameterPlacement()
     rows = [("module", "ranks", "host:device", "how"), *_marked(marks, held, devices), *_others(marks, held, devices)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+    return text_table(rows)
 
 
 def _marked(marks: ModelMarks, held: ParameterPlacement, devices: _Devices) -> Iterator[Row]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from echelon.base.formatting import text_table
 from echelon.strategy.parts import Fast
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def table(strategy: Strategy) -> str:
             off.append(field.name)
         else:
             rows.append((field.name, settings(value, field.default)))
-    return aligned([*rows, ("off", ", ".join(off))] if off else rows)
+    return "\n".join(text_table([*rows, ("off", ", ".join(off))] if off else rows))
 
 
 def settings(value: Any, default: Any) -> str:
@@ -47,9 +47,3 @@ def word(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         return f"({settings(value, None)})"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return the rows as lines with aligned columns; the last column is not padded."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)

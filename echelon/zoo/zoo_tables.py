@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.base.formatting import count, size
+from echelon.base.formatting import count, size, text_table
 from echelon.zoo import registry
 from echelon.zoo.entry import Dataset, Model, Setting
 from echelon.zoo.own.own_object import found_at, is_place
@@ -33,9 +33,9 @@ def list_zoo(as_json: bool) -> str:
     for runner, members in groupby(models, key=lambda entry: entry.runner):
         lines += ["", f"  {runner}"]
         rows = [(entry.name, _size(entry), _about(entry, models)) for entry in members if entry.same_as is None]
-        lines += _columns(rows, indent=4)
+        lines += text_table(rows, indent=4)
     lines += ["", "data sets:", ""]
-    lines += _columns([(entry.name, entry.about) for entry in datasets], indent=4)
+    lines += text_table([(entry.name, entry.about) for entry in datasets], indent=4)
     return "\n".join(lines)
 
 
@@ -79,7 +79,7 @@ def _shown_own(place: str, as_json: bool) -> str:
         return json.dumps({"name": place, "settings": {each.name: each.default for each in entry.settings}}, indent=2)
     rows = [("its defaults", " ".join(f"--{key} {value}" for key, value in entry.defaults.items()) or "-")]
     rows.append(("train it", f"echelon train {option} {place}"))
-    return "\n".join([entry.about, "", *_columns(rows, indent=2), *_settings("its own parameters", entry.settings)])
+    return "\n".join([entry.about, "", *text_table(rows, indent=2), *_settings("its own parameters", entry.settings)])
 
 
 def _has_tables(entry: Model) -> bool:
@@ -99,7 +99,7 @@ def _headline(entry: Model, found: ModelStatistics) -> list[str]:
         ("arithmetic", _arithmetic(found)),
         ("memory", _memory(found)),
     ]
-    return [f"{entry.name}: {entry.about}", "", *_columns(rows, indent=2)]
+    return [f"{entry.name}: {entry.about}", "", *text_table(rows, indent=2)]
 
 
 def _arithmetic(found: ModelStatistics) -> str:
@@ -129,7 +129,7 @@ def _advice(entry: Model) -> list[str]:
         ("its defaults", " ".join(f"--{name} {value}" for name, value in entry.defaults.items()) or "-"),
         ("try it", f"echelon train --model_name {entry.name} {_tiny(entry)}".rstrip()),
     ]
-    return ["", *_columns(rows, indent=2)]
+    return ["", *text_table(rows, indent=2)]
 
 
 def _tiny(entry: Model) -> str:
@@ -152,7 +152,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 def _settings(title: str, settings: Iterable[Setting]) -> list[str]:
     rows = [(f"--{each.name}", _shown_default(each.default), each.meaning) for each in settings]
-    return ["", f"  {title}:", *_columns(rows, indent=4)] if rows else []
+    return ["", f"  {title}:", *text_table(rows, indent=4)] if rows else []
 
 
 def _shown_default(value: Any) -> str:
@@ -164,7 +164,7 @@ def _shown_dataset(entry: Dataset, as_json: bool) -> str:
         return json.dumps({"name": entry.name, "about": entry.about, "tasks": entry.tasks}, indent=2)
     models = [model.name for model in registry.all_models().values() if _fits(model, entry)]
     rows = [("feeds", ", ".join(entry.tasks)), ("models", _shortened(models))]
-    lines = [f"{entry.name}: {entry.about}", "", *_columns(rows, indent=2)]
+    lines = [f"{entry.name}: {entry.about}", "", *text_table(rows, indent=2)]
     return "\n".join([*lines, *_settings("its own parameters", entry.settings)])
 
 
@@ -193,11 +193,3 @@ def _figures(found: ModelStatistics) -> dict[str, Any]:
 
 def _size(entry: Model) -> str:
     return f"{count(entry.parameters)}" if entry.parameters else "-"
-
-
-def _columns(rows: Sequence[tuple[str, ...]], indent: int) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return [
-        (" " * indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from echelon.base.formatting import text_table
 from echelon.distributed.activity import format_ranks
 from echelon.observability.stall.diagnose import Seens, StallDiagnosis, find_missing_ranks
 from echelon.observability.stall.rank_status import RankObservation
@@ -16,9 +17,7 @@ MOST_ROWS = 32
 def table(seen: Seens, finding: StallDiagnosis, stacks: Mapping[int, str], ending: str) -> str:
     """Return the text of a stall report; ``ending`` is its last line, on what happens next."""
     shown = _chosen(seen, finding)
-    rows = [_HEAD, *(_row(seen[rank], seen) for rank in shown)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = text_table([_HEAD, *(_row(seen[rank], seen) for rank in shown)])
     if len(shown) < len(seen):
         lines.append(f"({len(seen) - len(shown)} more ranks)")
     lines += finding.cause.splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from echelon.base.formatting import duration, percent, size
+from echelon.base.formatting import duration, percent, size, text_table
 from echelon.observability.trace import truncated_text
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def text(summary: Summary) -> str:
 def _figures(figures: dict[str, Any]) -> list[list[str]]:
     return [
         [f"{_steps(figures)}, {_ranks(figures)}: {_ms(figures['step_ms'])} a step (median)"],
-        _table([["rank", *COLUMNS.values()], *(_rank_row(row) for row in figures["ranks"]), _share_row(figures)]),
+        _table([["rank", *COLUMNS.values()], *map(_rank_row, figures["ranks"]), _share_row(figures)]),
         list(_findings(figures)),
         _communication(figures["communication"]),
     ]
@@ -121,8 +121,7 @@ def _share_row(figures: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return text_table(rows, right=range(1, len(rows[0])))
 
 
 def _ranks(figures: dict[str, Any]) -> str:

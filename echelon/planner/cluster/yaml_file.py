@@ -20,6 +20,7 @@ from typing import Any
 
 from echelon.base.config import build, require, strict
 from echelon.base.errors import UsageError
+from echelon.base.formatting import text_table
 from echelon.base.quantities import quantity, show
 from echelon.planner.cluster.cluster import Cluster, Curve, Device, Host, Link
 from echelon.planner.cluster.parse import DeviceResolver, slowest
@@ -143,18 +144,12 @@ def table(cluster: Cluster) -> str:
         rows += _link_rows(f"inside host {number}" if len(cluster.hosts) > 1 else "inside a host", host.link)
     if cluster.host_count > 1:
         rows += _link_rows("between hosts", cluster.network)
-    return _aligned(rows)
+    return "\n".join(text_table(rows))
 
 
 def link_table(place: str, link: Link) -> str:
     """Return the table of one link's figures."""
-    return _aligned(_link_rows(place, link))
-
-
-def _aligned(rows: list[_Row]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(text_table(_link_rows(place, link)))
 
 
 def _device_rows(device: Device) -> list[_Row]:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from echelon.base.formatting import text_table
 from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport
 from echelon.tools.doctor.facts import FAILED, Facts
 from echelon.tools.doctor.nics import REACHED
@@ -225,12 +226,4 @@ def _pair_row(report: DoctorReport, pair: tuple[int, int], row: Facts, mark: str
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Format rows with columns as wide as their widest cell; the widest column is cut if a line would be too long."""
-    cells = [header, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    excess = sum(widths) + 2 * len(widths) - WIDTH
-    if excess > 0:
-        widest = widths.index(max(widths))
-        widths[widest] = max(8, widths[widest] - excess)
-    return [
-        "  " + "  ".join(f"{cell[:width]:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells
-    ]
+    return text_table([header, *rows], indent=2, width=WIDTH)

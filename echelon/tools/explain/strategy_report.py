@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from echelon.base.errors import UsageError
-from echelon.base.formatting import size
+from echelon.base.formatting import size, text_table
 from echelon.planner.cost import strategy_traffic
 from echelon.planner.cost.strategy_traffic import ParameterSize, RankCounts
 from echelon.strategy.combine import CombinationChange, active_names, verdicts
 from echelon.strategy.parts import AdaptiveLocalSgd, Amp, Dgc, LocalSgd, Recompute, Shard
-from echelon.strategy.strategy_table import aligned, table
+from echelon.strategy.strategy_table import table
 from echelon.tools.explain import step_order
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _job_in_words(job: RankCounts) -> str:
 
 def _order(strategy: Strategy, job: RankCounts) -> list[str]:
     numbered = [(f"{i:2} {name}", text) for i, (name, text) in enumerate(step_order.stages(strategy, job), start=1)]
-    return aligned(numbered).splitlines()
+    return text_table(numbered)
 
 
 def _effects(strategy: Strategy) -> list[str]:
@@ -108,7 +108,7 @@ def _effects(strategy: Strategy) -> list[str]:
     if not rows:
         return ["nothing: losses and weights are those of one process on the global batch"]
     kinds = [f"({kind}: {meaning})" for kind, meaning in LEGEND.items() if any(kind == row[1] for row in rows)]
-    return aligned(rows).splitlines() + kinds
+    return text_table(rows) + kinds
 
 
 def _changes(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> list[str]:
@@ -133,7 +133,7 @@ def _sent(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> list[
     if total and round(plain / total, 1) != 1:
         ratio = f"{plain / total:.3g} times as much" if plain > total else f"and this is {total / plain:.3g} times that"
         lines[-1] = (lines[-1][0], f"{lines[-1][1]}, {ratio}")
-    return aligned(lines).splitlines() + list(_remarks(strategy, model, job))
+    return text_table(lines) + list(_remarks(strategy, model, job))
 
 
 def _remarks(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _memory(strategy: Strategy, model: nn.Module | None, job: RankCounts, sample
     added = strategy_traffic.added_memory(strategy, _sizes(model), job)
     rows = [(name, f"+ {_amount(amount, model)}", why) for name, why, amount in added if amount]
     rows += _activations(strategy, model, sample)
-    return [*_sharded(strategy, model, job), *(aligned(rows).splitlines() if rows else [])]
+    return [*_sharded(strategy, model, job), *text_table(rows)]
 
 
 def _sharded(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> Iterator[str]:
@@ -185,7 +185,7 @@ def _sharded(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> It
         held = strategy_traffic.model_state_bytes(level, trained, frozen, job.ranks, strategy.gradient_merge)
         name = f"level {level}{' *' if level == shard.level else ''}" if level else "without"
         rows.append((name, *(_amount(amount, model) for amount in (held.parameters, held.gradients, held.state))))
-    yield from aligned(rows).splitlines()
+    yield from text_table(rows)
     if shard.level == strategy_traffic.WHOLE_LAYER and model is not None:
         yield f"and whole while they compute: a layer or two, of which the largest takes {size(_largest_unit(model))}"
     if shard.offload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from echelon.base.formatting import amount, percent, size, unit_for
+from echelon.base.formatting import amount, percent, size, text_table, unit_for
 from echelon.observability.runlog.rank_names import ranks_in_words
 from echelon.observability.runlog.run_metadata import Footprint, ModuleBytes
 
@@ -58,10 +58,7 @@ def _ranks(found: Footprint, groups: Sequence[Sequence[Footprint]]) -> Iterator[
         return
     named = [(_together(alike), _cells(found, alike[0])) for alike in groups]
     title = f"by rank, {unit_for(found.peak / 10)[0]}"
-    width = max(len(title), *(len(name) for name, _ in named))
-    yield f"{title:<{width}}" + "".join(f"{column:>13}" for column in (*COLUMNS, "peak")) + "  in"
-    for name, cells in named:
-        yield f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells[:-1]) + f"  {cells[-1]}"
+    yield from _table([(title, *COLUMNS, "peak", "in"), *((name, *cells) for name, cells in named)])
 
 
 def _stage(one: Footprint) -> str:
@@ -99,13 +96,15 @@ def _whole(found: Footprint) -> list[int]:
 def _modules(found: Footprint, whose: str, of: tuple[str, float]) -> Iterator[str]:
     """Yield the lines of a table of modules; consecutive modules with equal bytes share one line."""
     named = [(_names(alike), alike[0]) for alike in _alike(found.modules)]
-    whole, (word, unit) = _whole(found), of
-    title = f"by module{whose}, {word}"
-    width = max([len(name) for name, _ in named] + [len("all of it"), len(title)])
-    yield f"{title:<{width}}" + "".join(f"{column:>13}" for column in COLUMNS)
-    for name, row in named:
-        yield f"{name:<{width}}" + "".join(f"{amount(getattr(row, column), unit):>13}" for column in COLUMNS)
-    yield f"{'all of it':<{width}}" + "".join(f"{amount(value, unit):>13}" for value in whole)
+    word, unit = of
+    rows = [(name, *(amount(getattr(row, column), unit) for column in COLUMNS)) for name, row in named]
+    whole = (amount(value, unit) for value in _whole(found))
+    yield from _table([(f"by module{whose}, {word}", *COLUMNS), *rows, ("all of it", *whole)])
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Align a title or name, figures in columns of equal width, and the moment of the peak in a seventh column."""
+    return text_table([[name, *(f"{cell:>11}" for cell in cells[:6]), *cells[6:]] for name, *cells in rows])
 
 
 def _alike(rows: Sequence[ModuleBytes]) -> list[list[ModuleBytes]]:

@@ -260,21 +260,16 @@ def _plain(section: TitledTable) -> str:
     last = len(widths) - 1
     room = max(40, WIDTH - sum(widths[:-1]) - 2 * last)
     if last not in section.right:
-        widths[last] = min(widths[last], room)
-    lines = [f"  {line}".rstrip() for row in rows for line in _folded(row, widths, section.right)]
-    return "\n".join([section.title, *lines, *_note(section)])
+        rows = [line for row in rows for line in _folded(row, room)]
+    return "\n".join([section.title, *formatting.text_table(rows, right=section.right, indent=2), *_note(section)])
 
 
-def _folded(row: tuple[str, ...], widths: Sequence[int], right: tuple[int, ...]) -> Iterator[str]:
-    """Yield a row as one line, or as several lines if its last cell is too long."""
+def _folded(row: tuple[str, ...], room: int) -> Iterator[tuple[str, ...]]:
+    """Yield a row, or several rows if its last cell is too long."""
     *cells, last = row
-    folds = textwrap.wrap(last, widths[-1], break_long_words=False) or [""]
-    for place, fold in enumerate(folds):
-        shown = [*(cells if place == 0 else [""] * len(cells)), fold]
-        yield "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(shown, widths, strict=True))
-        )
+    for fold in textwrap.wrap(last, room, break_long_words=False) or [""]:
+        yield (*cells, fold)
+        cells = [""] * len(cells)
 
 
 def _note(section: TitledTable) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.base.formatting import text_table
 from echelon.observability.runlog.log_files import RUN
 from echelon.zoo.train.resolve import DEFAULT, TrainConfig
 
@@ -15,13 +16,12 @@ from echelon.zoo.train.resolve import DEFAULT, TrainConfig
 def resolved_lines(resolved: TrainConfig, directory: Path) -> list[str]:
     """Return one line per non-default parameter, with its origin, and one line for those with default values."""
     chosen = {name: value for name, value in resolved.values.items() if value.origin != DEFAULT}
-    width = max((len(name) for name in [*chosen, *resolved.strategy]), default=0)
-    lines = [f"{resolved.model.name} on '{resolved.dataset.name}', task '{resolved.task}'"]
-    lines += [f"  {name:<{width}}  {_shown(value.value)}  ({value.origin})" for name, value in chosen.items()]
-    lines += [f"  {name:<{width}}  {_shown(value)}  (strategy)" for name, value in resolved.strategy.items()]
+    rows = [(name, f"{_shown(value.value)}  ({value.origin})") for name, value in chosen.items()]
+    rows += [(name, f"{_shown(value)}  (strategy)") for name, value in resolved.strategy.items()]
     rest = len(resolved.values) - len(chosen)
     return [
-        *lines,
+        f"{resolved.model.name} on '{resolved.dataset.name}', task '{resolved.task}'",
+        *text_table(rows, indent=2),
         f"  {rest} others have their defaults: all are in {directory / RUN}, 'echelon train --help' has them",
     ]
 

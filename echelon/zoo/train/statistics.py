@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from echelon.base.formatting import count, percent, size
+from echelon.base.formatting import count, percent, size, text_table
 from echelon.nn import SparseEmbedding
 from echelon.parallel.objective import count_samples
 from echelon.plan.fake_forward import allow_real_tensors, placeholder_mode, preserve_rng_state
@@ -239,9 +239,7 @@ def show(found: ModelStatistics) -> str:
     """Return a table of layers with the sums below it."""
     head = ("layer", "kind", "output", "parameters", "multiply-adds", "share")
     lines = [head, *(_line(row, found.multiply_adds) for row in found.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    table = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
-    return "\n".join([*table, *_sums(found)])
+    return "\n".join([*text_table(lines, right=(3, 4, 5)), *_sums(found)])
 
 
 def _line(row: LayerStatistics, total: int | None) -> tuple[str, ...]:
@@ -255,12 +253,6 @@ def _line(row: LayerStatistics, total: int | None) -> tuple[str, ...]:
         f"{row.multiply_adds:,}" if known else "-",
         share,
     )
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Yield the cells padded: text is left-aligned, numbers are right-aligned."""
-    for column, (word, width) in enumerate(zip(line, widths, strict=True)):
-        yield word.ljust(width) if column < 3 else word.rjust(width)
 
 
 def _sums(found: ModelStatistics) -> Iterator[str]:
