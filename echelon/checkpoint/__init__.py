@@ -3,8 +3,9 @@
 Tensors are in safetensors files, everything else in one JSON index; nothing in a checkpoint is ever unpickled.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from echelon.base.late_import import late_import
 
 if TYPE_CHECKING:
     from echelon.base.errors import CheckpointError
@@ -16,18 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointError", "Stored", "Writer", "export", "find", "latest", "verify"]
 
 #: Imported on first use: torch's planners take 0.6 s, and a restarted server needs none of them.
-_HOMES = {
-    "CheckpointError": "echelon.base.errors",
-    "Stored": "echelon.checkpoint.reader",
-    "Writer": "echelon.checkpoint.writer",
-    "export": "echelon.checkpoint.weights",
-    "find": "echelon.checkpoint.directory",
-    "latest": "echelon.checkpoint.directory",
-    "verify": "echelon.checkpoint.reader",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'echelon.checkpoint' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = late_import(
+    __name__,
+    {
+        "CheckpointError": "echelon.base.errors",
+        "Stored": "echelon.checkpoint.reader",
+        "Writer": "echelon.checkpoint.writer",
+        "export": "echelon.checkpoint.weights",
+        "find": "echelon.checkpoint.directory",
+        "latest": "echelon.checkpoint.directory",
+        "verify": "echelon.checkpoint.reader",
+    },
+)

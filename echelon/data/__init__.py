@@ -1,8 +1,8 @@
 """Data loading: download, sharding over ranks, order, uneven ends, padding and buckets, cache, prefetch, resume."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from echelon.base.late_import import late_import
 from echelon.data.ctr import CtrFiles
 from echelon.data.file_list import FileList
 from echelon.data.loader import Loader
@@ -25,10 +25,4 @@ __all__ = [
 ]
 
 #: Imported on first use: most jobs have their data already, and sequences of one length.
-LATER = {"Downloader": "echelon.data.download", "pack_collate": "echelon.data.packing"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in LATER:
-        raise AttributeError(f"module 'echelon.data' has no attribute '{name}'")
-    return getattr(importlib.import_module(LATER[name]), name)
+__getattr__ = late_import(__name__, {"Downloader": "echelon.data.download", "pack_collate": "echelon.data.packing"})

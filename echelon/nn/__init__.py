@@ -1,7 +1,8 @@
 """Layers and functions for models: mixture of experts, packed sequences, sparse embeddings."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from echelon.base.late_import import late_import
 from echelon.nn.moe import MoE, take_auxiliary_loss
 from echelon.nn.packed import Bounds, Packed, mean_over_samples, pack
 from echelon.nn.packed_attention import packed_attention
@@ -23,15 +24,10 @@ __all__ = [
 ]
 
 #: Public names of this package whose modules are in higher layers; they are imported on first access.
-_FROM_ABOVE = {
-    "SparseEmbedding": "echelon.parameter_server.worker.sparse_embedding",
-    "gather_batch": "echelon.parallel.data.gather_batch",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FROM_ABOVE:
-        raise AttributeError(f"module 'echelon.nn' has no attribute '{name}'")
-    from importlib import import_module
-
-    return getattr(import_module(_FROM_ABOVE[name]), name)
+__getattr__ = late_import(
+    __name__,
+    {
+        "SparseEmbedding": "echelon.parameter_server.worker.sparse_embedding",
+        "gather_batch": "echelon.parallel.data.gather_batch",
+    },
+)

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from echelon.base.late_import import late_import
+
 if TYPE_CHECKING:
     from echelon.plan.build import make_plan
     from echelon.plan.plan import Bucket, Parameter, Plan
@@ -16,18 +18,15 @@ _MODULES = {
 #: Planner names that this package had before ``echelon.planner`` was public; they are deprecated.
 _OF_PLANNER = ("Cluster", "Draft", "Prediction", "Profile", "bert", "gpt", "llama", "predict", "profile", "search")
 
+_late = late_import(__name__, _MODULES | dict.fromkeys(_OF_PLANNER, "echelon.planner"))
+
 __all__ = ["Bucket", "Parameter", "Plan", "make_plan"]
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
     if name in _OF_PLANNER:
         import warnings
 
         old, new = f"echelon.plan.{name}", f"echelon.planner.{name}"
         warnings.warn(f"{old} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=2)
-        return getattr(import_module("echelon.planner"), name)
-    raise AttributeError(f"module 'echelon.plan' has no attribute '{name}'")
+    return _late(name)

@@ -1,6 +1,8 @@
 """The planner: profiles a model, describes a cluster, and searches for the fastest parallel plan."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from echelon.base.late_import import late_import
 
 if TYPE_CHECKING:
     from echelon.plan.draft import Draft
@@ -11,26 +13,20 @@ if TYPE_CHECKING:
     from echelon.planner.profiling.builders import bert, gpt, llama
     from echelon.planner.profiling.profile import Profile, profile
 
-#: The module of each public name. A module is imported on first access to one of its names.
-_MODULES = {
-    "Cluster": "echelon.planner.cluster.cluster",
-    "Draft": "echelon.plan.draft",
-    "Prediction": "echelon.plan.prediction",
-    "Profile": "echelon.planner.profiling.profile",
-    "bert": "echelon.planner.profiling.builders",
-    "gpt": "echelon.planner.profiling.builders",
-    "llama": "echelon.planner.profiling.builders",
-    "profile": "echelon.planner.profiling.profile",
-    "predict": "echelon.planner.cost.predict",
-    "search": "echelon.planner.plan_search.search",
-}
+__getattr__ = late_import(
+    __name__,
+    {
+        "Cluster": "echelon.planner.cluster.cluster",
+        "Draft": "echelon.plan.draft",
+        "Prediction": "echelon.plan.prediction",
+        "Profile": "echelon.planner.profiling.profile",
+        "bert": "echelon.planner.profiling.builders",
+        "gpt": "echelon.planner.profiling.builders",
+        "llama": "echelon.planner.profiling.builders",
+        "profile": "echelon.planner.profiling.profile",
+        "predict": "echelon.planner.cost.predict",
+        "search": "echelon.planner.plan_search.search",
+    },
+)
 
 __all__ = ["Cluster", "Draft", "Prediction", "Profile", "bert", "gpt", "llama", "predict", "profile", "search"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'echelon.planner' has no attribute '{name}'")
-    from importlib import import_module
-
-    return getattr(import_module(_MODULES[name]), name)
