@@ -55,3 +55,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; known: {', '.join(known)}"
+
+
+def first_line(error: BaseException, *, typed: bool = False) -> str:
+    """Return the first line of an error's message, or its type if there is none.
+
+    typed: begin with the type, as in ``OSError: message``
+    """
+    return _typed(str(error).strip().partition("\n")[0], error, typed)
+
+
+def one_line(error: BaseException, limit: int = 200, *, typed: bool = False) -> str:
+    """Return an error's whole message on one line of at most ``limit`` characters, or its type if there is none."""
+    text = " ".join(str(error).split())
+    return _typed(text if len(text) <= limit else text[: limit - 3] + "...", error, typed)
+
+
+def _typed(text: str, error: BaseException, typed: bool) -> str:
+    kind = type(error).__name__
+    return f"{kind}: {text}" if typed and text else text or kind

@@ -35,7 +35,7 @@ def is_full_wanted() -> bool:
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
-def one_line(error: BaseException) -> str:
+def message_with_place(error: BaseException) -> str:
     """Return the message with the innermost user frame at the end of its first line."""
     first, newline, rest = str(error).partition("\n")
     place = "" if _ENDS_WITH_PLACE.search(first) else place_of(error)
@@ -55,7 +55,7 @@ def format_error(error: BaseException, trace: TracebackType | None = None) -> st
     trace = trace or error.__traceback__
     if isinstance(error, EchelonError):
         whole = "".join(traceback.format_exception(type(error), error, trace)) if is_full_wanted() else ""
-        return f"{whole}echelon: {one_line(error)}\n"
+        return f"{whole}echelon: {message_with_place(error)}\n"
     told = traceback.TracebackException(type(error), error, trace)
     if not is_full_wanted():
         _shorten(told, set())

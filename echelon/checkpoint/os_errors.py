@@ -28,12 +28,6 @@ def cannot_read(path: Path, error: OSError) -> CheckpointError:
     return (Damaged if lost else CheckpointError)(f"cannot read {path}: {error.strerror or error}; {advice}")
 
 
-def first_line(error: BaseException) -> str:
-    """Return type and first line of an error that is not an EchelonError."""
-    text = str(error).strip().split("\n", 1)[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _remedy(error: OSError) -> str:
     if error.errno in _FULL:
         return "free some space there, or choose another directory"

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.base.errors import CheckpointError, PeerLost
-from echelon.checkpoint.os_errors import first_line
+from echelon.base.errors import CheckpointError, PeerLost, first_line
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import json_to_tensor, tensor_to_json
 
@@ -51,7 +50,7 @@ class SavePeers:
                 verdict = self._broadcast(self._judge(offers, decide) if self.rank == 0 else None)
         except RuntimeError as error:
             raise PeerLostWhileSaving(
-                f"{doing}: rank {self.rank} lost contact with another rank ({first_line(error)}); "
+                f"{doing}: rank {self.rank} lost contact with another rank ({first_line(error, typed=True)}); "
                 "every rank must take part in a save; look at that rank's log"
             ) from error
         if "error" in verdict:
@@ -106,4 +105,4 @@ def _attempt(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | Non
     except CheckpointError as error:
         return {"error": str(error)}, error
     except Exception as error:  # a rank that raised here would leave the others waiting
-        return {"error": first_line(error)}, error
+        return {"error": first_line(error, typed=True)}, error

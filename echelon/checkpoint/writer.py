@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.base.errors import CheckpointError, UsageError
-from echelon.checkpoint.os_errors import first_line
+from echelon.base.errors import CheckpointError, UsageError, first_line
 from echelon.checkpoint.rank_agreement import SavePeers
 from echelon.checkpoint.save import CheckpointSave
 from echelon.checkpoint.staging import StagingBuffers
@@ -106,5 +105,5 @@ class Writer:
         except CheckpointError as error:
             self._failure = error
         except BaseException as error:
-            self._failure = CheckpointError(f"saving {save.final.name}: {first_line(error)}")
+            self._failure = CheckpointError(f"saving {save.final.name}: {first_line(error, typed=True)}")
             self._failure.__cause__ = error

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch.utils.data import default_collate
 
-from echelon.base.errors import DataError
+from echelon.base.errors import DataError, one_line
 from echelon.data.hugging_face import column_collate, has_columns
 from echelon.data.loader_options import LoaderOptions
 from echelon.data.padding import pad_collate
@@ -65,8 +65,3 @@ def _ours(options: LoaderOptions, dataset: Any) -> Callable[[list[Any]], Any]:
     if options.lengths is not None:
         return partial(pad_collate, pad_value=options.pad_value)
     return column_collate if has_columns(dataset) else default_collate
-
-
-def one_line(error: BaseException, limit: int = 200) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from echelon.base.errors import DataError, PeerLost
+from echelon.base.errors import DataError, PeerLost, one_line
 from echelon.data.cache import CachedFiles, CachedStream
-from echelon.data.collate import one_line
 from echelon.data.cursor import Cursor
 from echelon.data.data_source import RankBatch, lengths_function
 from echelon.data.file_list import FileList

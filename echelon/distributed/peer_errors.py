@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from types import TracebackType
 
-from echelon.base.errors import PeerLost
+from echelon.base.errors import PeerLost, first_line
 from echelon.distributed.rank_main import caused_by_peer
 
 
@@ -31,5 +31,5 @@ class translate_peer_errors:
         if not isinstance(error, RuntimeError) or not caused_by_peer(error):
             return
         # "[file:line] Read error [address]: Connection reset by peer. Advice ...": keep the middle part
-        what = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
+        what = re.sub(r"^\[[^]]*:\d+\] ", "", first_line(error)).partition(". ")[0]
         raise PeerLost(f"{self._here()}: lost contact with another rank ({what}); see its log") from None

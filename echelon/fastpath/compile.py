@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules.module import _has_any_global_hook
 
+from echelon.base.errors import first_line
 from echelon.fastpath.guards import PythonGuards
 from echelon.strategy.fastpath_choice import WHOLE
 
@@ -136,8 +137,7 @@ class ModuleCompiler:
     def give_up(self, error: BaseException) -> None:
         self.given_up = True
         error = getattr(error, "inner_exception", error)
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        self._say(f"fast: compiling failed, and it goes on uncompiled ({type(error).__name__}: {reason})")
+        self._say(f"fast: compiling failed, and it goes on uncompiled ({type(error).__name__}: {first_line(error)})")
 
 
 def _is_of_torch(module: nn.Module) -> bool:

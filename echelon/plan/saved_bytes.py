@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import UsageError, first_line
 from echelon.plan.fake_tensor_rules import make_mode
 from echelon.plan.segments import Segments
 
@@ -84,7 +84,7 @@ def _shadow(model: nn.Module, fake: Any) -> nn.Module:
             return copy.deepcopy(model)
     except (TypeError, RuntimeError) as error:
         raise UsageError(
-            f"the model cannot be copied ({str(error).splitlines()[0]}), so its activations cannot be foretold; "
+            f"the model cannot be copied ({first_line(error)}), so its activations cannot be foretold; "
             "train it a step and look at torch.cuda.max_memory_allocated()"
         ) from None
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from echelon.base.errors import EchelonError, UsageError, nearest
+from echelon.base.errors import EchelonError, UsageError, first_line, nearest
 from echelon.zoo.entry import Model, Request, Setting
 
 T = TypeVar("T")
@@ -50,9 +50,9 @@ def _imported(library: str, name: str) -> Any:
         state = "which is not installed" if missing == package else f"which lacks '{missing}'"
         raise UsageError(f"{library}:{name} needs the library {package}, {state}; pip install {missing}") from None
     except Exception as error:  # an installation that does not match this torch may raise anything
-        line = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"{library}:{name} needs the library {package}, which cannot be imported here ({line}); reinstall it"
+            f"{library}:{name} needs the library {package}, which cannot be imported here "
+            f"({first_line(error)}); reinstall it"
         ) from None
 
 
@@ -98,8 +98,9 @@ def _made(name: str, make: Callable[[], T]) -> T:
     except EchelonError:
         raise
     except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ImportError) as error:
-        line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UsageError(f"{name} cannot be built with these settings: {line}; change them or take another") from error
+        raise UsageError(
+            f"{name} cannot be built with these settings: {first_line(error)}; change them or take another"
+        ) from error
 
 
 # ---- transformers ----

@@ -13,7 +13,7 @@ import echelon
 from echelon.base import user_traceback
 from echelon.base.environment import TRACEBACK
 from echelon.base.errors import UsageError
-from echelon.base.user_traceback import format_error, install_hook, one_line, user_place
+from echelon.base.user_traceback import format_error, install_hook, message_with_place, user_place
 
 BEGIN = """
 import torch, torch.nn.functional as F, echelon
@@ -59,7 +59,9 @@ def test_one_line_ends_with_the_users_innermost_frame(fails: Fails) -> None:
     assert told.startswith("echelon: Strategy has no option 'bucket'")
     assert told.endswith(f" (train.py:{LINES + 1})\n")
     error, trace = fails("def mine(out, y):\n    echelon.Strategy(bucket=3)\ntrain(loss=mine)\n")
-    assert one_line(error).endswith(f" (train.py:{LINES + 2})")  # inside the user's own function, called by ours
+    assert message_with_place(error).endswith(
+        f" (train.py:{LINES + 2})"
+    )  # inside the user's own function, called by ours
     assert "train.py" not in str(error)
 
 
@@ -67,7 +69,7 @@ def test_one_line_without_a_users_frame_stays_as_it_is() -> None:
     assert format_error(UsageError("no")) == "echelon: no\n"
     with pytest.raises(UsageError) as caught:
         raise UsageError("rank 1: no such option (train.py:4)\nits traceback")
-    assert one_line(caught.value) == str(caught.value)  # another process has told the place
+    assert message_with_place(caught.value) == str(caught.value)  # another process has told the place
 
 
 def test_traceback_keeps_the_users_frames_and_the_last_one(fails: Fails) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from echelon.base.errors import EchelonError
+from echelon.base.errors import EchelonError, first_line
 from echelon.checkpoint.in_memory.snapshot_wire import SnapshotRefusedError
 from echelon.distributed.activity import waiting
 
@@ -58,7 +58,7 @@ class Replicator:
             try:
                 job()
             except TROUBLE as error:
-                self.failure = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.failure = first_line(error)
             self._failing = self._vote()
             self._done.set()
             del job
@@ -71,6 +71,6 @@ class Replicator:
             found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
             dist.all_gather(found, torch.tensor([int(mine)]), group=self._group)  # not counted as a training wait
         except RuntimeError as error:  # a rank is lost; the training thread reports that
-            self.failure = self.failure or str(error).splitlines()[0]
+            self.failure = self.failure or first_line(error)
             return [self._rank]
         return [rank for rank, vote in enumerate(found) if not int(vote)]

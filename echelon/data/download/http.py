@@ -16,8 +16,7 @@ from http.client import HTTPMessage
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from echelon.base.errors import DataError, UsageError
-from echelon.data.collate import one_line
+from echelon.base.errors import DataError, UsageError, one_line
 from echelon.data.download.url_source import WEB, Access, OpenRemoteFile, RetryableDownloadError, redact_url
 
 BUSY = {408, 425, 429, 500, 502, 503, 504}

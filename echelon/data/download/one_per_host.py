@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from echelon.base.errors import DataError, EchelonError, PeerLost, UsageError
-from echelon.data.collate import one_line
+from echelon.base.errors import DataError, EchelonError, PeerLost, UsageError, one_line
 from echelon.distributed.world import World
 
 #: Seconds between two rounds. They are shorter than any timeout, so that a wait of hours causes none.

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from echelon.base.config import build, require, strict
-from echelon.base.errors import DataError, UsageError
-from echelon.data.collate import one_line
+from echelon.base.errors import DataError, UsageError, one_line
 from echelon.data.download import fleet_spec
 from echelon.data.download.url_source import WEB, is_remote, redact_url, scheme_of
 

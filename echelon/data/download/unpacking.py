@@ -7,8 +7,7 @@ import hashlib
 import tarfile
 from pathlib import Path
 
-from echelon.base.errors import DataError
-from echelon.data.collate import one_line
+from echelon.base.errors import DataError, one_line
 from echelon.data.download.spec import WORKINGS
 
 ARCHIVE = ".tar"

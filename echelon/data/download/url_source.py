@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from echelon.base.errors import DataError, UsageError, nearest
-from echelon.data.collate import one_line
+from echelon.base.errors import DataError, UsageError, nearest, one_line
 
 WEB = ("http", "https")
 #: Schemes that are opened with fsspec. It has more, but some of those give access to this machine's own files.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.environment import LOG_DIR, RESTART_COUNT, RESTARTS, whole_number
+from echelon.base.errors import first_line
 from echelon.distributed.collectives import gather_json
 from echelon.observability.runlog.events import Kind, note_event
 from echelon.observability.runlog.log_files import RUN, set_run_directory, write_whole
@@ -85,8 +86,7 @@ class RunLogWriter:
         if self._rank == 0 and error is None:
             self.event("ended", f"training ended after step {engine.steps}")
         elif error is not None and LOG_DIR not in os.environ:
-            first = str(error).strip().partition("\n")[0]
-            self.event("failed", f"rank {self._rank} failed with {type(error).__name__}: {first}")
+            self.event("failed", f"rank {self._rank} failed with {first_line(error, typed=True)}")
 
     @property
     def _writes(self) -> bool:

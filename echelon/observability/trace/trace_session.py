@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.environment import TIMELINE
-from echelon.base.errors import EchelonError, PeerLost, UsageError
+from echelon.base.errors import EchelonError, PeerLost, UsageError, first_line
 from echelon.distributed.activity import activity, waiting
 from echelon.observability.trace import trace_files
 from echelon.observability.trace.clock_sync import ClockMapping, ClockOffset, measure
@@ -155,7 +155,7 @@ class TraceSession:
                 device.start()
             except RuntimeError as error:  # another profiler is running
                 device = None
-                engine.say(f"timeline: no spans of the GPU ({str(error).splitlines()[0]})")
+                engine.say(f"timeline: no spans of the GPU ({first_line(error)})")
         self._make_way(engine)
         control = engine.world.control
         with waiting("timeline: clocks", "", control):

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from echelon.base.errors import CheckpointError, EchelonError
-from echelon.checkpoint.os_errors import cannot_write, first_line
+from echelon.base.errors import CheckpointError, EchelonError, first_line
+from echelon.checkpoint.os_errors import cannot_write
 from echelon.parameter_server.persistence.journal import segment_number
 from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
 from echelon.parameter_server.protocol.message import MAX_ARRAYS, WireMessage
@@ -112,7 +112,7 @@ class RemoteReplica:
         try:
             there: dict[str, int] = self._ask({"op": "mirrored"}).head["files"]
         except (EchelonError, KeyError) as error:
-            self._say(f"cannot ask for the replica of server {self._server} ({first_line(error)})")
+            self._say(f"cannot ask for the replica of server {self._server} ({first_line(error, typed=True)})")
             return False
         lost = self._lost(there)
         for name in sorted(lost, key=lambda name: name == MANIFEST):
@@ -181,7 +181,7 @@ class RemoteReplica:
             self._said = False
         except (EchelonError, OSError) as error:
             self.behind = True
-            self._say(f"goes on without its replica on the next server ({first_line(error)})")
+            self._say(f"goes on without its replica on the next server ({first_line(error, typed=True)})")
 
     def _say(self, what: str) -> None:
         if not self._said:

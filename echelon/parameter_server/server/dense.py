@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.base.errors import EchelonError, UsageError
+from echelon.base.errors import EchelonError, UsageError, first_line
 from echelon.parameter_server.protocol.job_spec import DenseBlock, DenseRule, JobSpec
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def check(job: JobSpec) -> None:
     except EchelonError:
         raise
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError) as error:
-        raise UsageError(f"no {job.dense.kind} on {job.device}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"no {job.dense.kind} on {job.device}: {first_line(error)}") from None
 
 
 def _try_out(job: JobSpec) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import UsageError, first_line
 from echelon.plan.fake_forward import placeholder_mode
 from echelon.plan.module_calls import install_call_hooks
 from echelon.strategy.annotations.marks import within
@@ -42,7 +42,7 @@ class FakeModel:
                 self.model: nn.Module = copy.deepcopy(original, memo)
             except (TypeError, RuntimeError) as error:
                 raise UsageError(
-                    f"the model cannot be copied ({str(error).splitlines()[0]}), so that it cannot be profiled; "
+                    f"the model cannot be copied ({first_line(error)}), so that it cannot be profiled; "
                     "keep what cannot be copied out of its modules"
                 ) from None
         self._copies = dict(self.model.named_modules(remove_duplicate=False))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from echelon.base.errors import EchelonError, UsageError
+from echelon.base.errors import EchelonError, UsageError, first_line
 from echelon.plan.partition import find_units
 from echelon.planner.model_costs import ModelCosts, ModelUnit
 from echelon.planner.profiling.fake_copy import FakeModel
@@ -184,7 +184,7 @@ class Profile:
                 except UsageError as error:
                     tried[shapes] = error
         self._rule, self._sizes, first = find_rows, (self.batch, self.batch), next(iter(tried.values()))
-        self._reason = str(first.__cause__ or first).partition("\n")[0][:200]
+        self._reason = first_line(first.__cause__ or first)[:200]
         return self._measure(1, None, self._sizes)
 
     def _measure(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:

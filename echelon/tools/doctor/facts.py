@@ -31,6 +31,7 @@ from echelon.base.environment import (
     STALL_JUDGE,
     RankInfo,
 )
+from echelon.base.errors import one_line
 from echelon.distributed.device_choice import choose_device, count_gpus
 from echelon.planner.cluster.detect import cores, memory_bytes, processor
 from echelon.tools.bench.compute_kernels import product_row
@@ -88,7 +89,7 @@ def run_bounded(check: Callable[[], T], seconds: float) -> T:
     if found:
         return found[0]
     if broken:
-        raise CheckFailed(one_line(broken[0])) from broken[0]
+        raise CheckFailed(one_line(broken[0], 300, typed=True)) from broken[0]
     raise CheckFailed(f"did not end within {seconds:g} s")
 
 
@@ -98,11 +99,6 @@ def facts_of(check: Callable[[], Facts], seconds: float) -> Facts:
         return run_bounded(check, seconds)
     except CheckFailed as failure:
         return {FAILED: str(failure)}
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 # The host

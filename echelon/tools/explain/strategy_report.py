@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from echelon.base.errors import UsageError
+from echelon.base.errors import UsageError, first_line
 from echelon.base.formatting import size, text_table
 from echelon.planner.cost import strategy_traffic
 from echelon.planner.cost.strategy_traffic import ParameterSize, RankCounts
@@ -233,7 +233,7 @@ def _measured(strategy: Strategy, model: nn.Module, sample: Any, *recomputed: An
     except (RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"the model does not run on the sample: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"the model does not run on the sample: {first_line(error)}") from None
 
 
 def _sizes(model: nn.Module | None) -> list[ParameterSize]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from echelon.base.errors import EchelonError, UsageError, nearest
+from echelon.base.errors import EchelonError, UsageError, nearest, one_line
 from echelon.base.object_path import callable_at
 from echelon.parallel.objective import LossFunction
 from echelon.planner.cluster.cluster import Cluster
@@ -71,7 +71,7 @@ def profile_model(model: nn.Module, batch: Any, loss: LossFunction | None, *, na
     except EchelonError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise UsageError(f"the model does not run on its batch: {_first_line(error)}") from error
+        raise UsageError(f"the model does not run on its batch: {one_line(error, 300, typed=True)}") from error
 
 
 def _device_type(cluster: Cluster) -> typing.Literal["cpu", "cuda"]:
@@ -199,7 +199,7 @@ def _made(make: Callable[[], Any], place: str) -> Any:
     except EchelonError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"MODEL '{place}' failed with {_first_line(error)}") from error
+        raise UsageError(f"MODEL '{place}' failed with {one_line(error, 300, typed=True)}") from error
 
 
 def _parts(place: str, made: Any) -> tuple[nn.Module, Any, LossFunction | None]:
@@ -245,7 +245,3 @@ def mean_of_outputs(output: Any) -> Tensor:
     if not found:
         raise UsageError("the model returns no tensor that a loss could be made of; return (model, batch, loss)")
     return torch.stack([leaf.float().mean() for leaf in found]).sum()
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

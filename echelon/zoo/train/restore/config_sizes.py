@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.config import describe, fits
-from echelon.base.errors import UsageError, nearest
+from echelon.base.errors import UsageError, first_line, nearest
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request
 from echelon.zoo.train.restore.model_dir import named_file
@@ -40,8 +40,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"'{path}' cannot be read: {error.strerror}; check the path") from None
     except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"'{path}' is not JSON ({reason}); copy it again") from None
+        raise UsageError(f"'{path}' is not JSON ({first_line(error)}); copy it again") from None
     if not isinstance(found, dict):
         raise UsageError(f"'{path}' holds {type(found).__name__}; it must be an object of settings by name")
     return found

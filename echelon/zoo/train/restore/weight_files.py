@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.base.errors import CheckpointError
+from echelon.base.errors import CheckpointError, first_line
 from echelon.checkpoint import Stored, find
-from echelon.checkpoint.os_errors import cannot_read, first_line
+from echelon.checkpoint.os_errors import cannot_read
 
 #: Keys under which files of training scripts have the weights.
 _WITHIN = ("state_dict", "model_state_dict", "model", "module", "weights")
@@ -96,7 +96,7 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    return f"'{path}' is truncated, damaged or of another format ({first_line(error)[:120]}); copy it again"
+    return f"'{path}' is truncated, damaged or of another format ({first_line(error, typed=True)[:120]}); copy it again"
 
 
 def _state(content: Any, path: Path) -> Weights:
@@ -131,7 +131,9 @@ def _set(path: Path) -> Weights:
     except OSError as error:
         raise cannot_read(path, error) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"'{path}' is no index of weights ({first_line(error)[:120]}); copy it again") from None
+        raise CheckpointError(
+            f"'{path}' is no index of weights ({first_line(error, typed=True)[:120]}); copy it again"
+        ) from None
     weights: Weights = {}
     for file in files:
         weights |= read_file(_beside(path, file))
