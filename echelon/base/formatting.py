@@ -34,8 +34,8 @@ def count(amount: float) -> str:
 
 
 def things(number: int, thing: str) -> str:
-    """Return a count with its noun: ``1 server``, ``2 servers``."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    """Return a count with its noun: ``1 server``, ``2 servers``, ``3 batches``."""
+    return f"{number} {thing}{'' if number == 1 else 'es' if thing.endswith('ch') else 's'}"
 
 
 def rate(amount: float) -> str:

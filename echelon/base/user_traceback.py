@@ -21,6 +21,7 @@ from typing import Any
 
 from echelon.base.environment import TRACEBACK
 from echelon.base.errors import EchelonError
+from echelon.base.formatting import things
 
 _ECHELON = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: Parts of the paths of installed packages.
@@ -182,7 +183,7 @@ def _without_ours(frames: traceback.StackSummary) -> Iterator[traceback.FrameSum
 
 
 def _hidden(count: int, told: bool) -> str:
-    frames = "1 frame" if count == 1 else f"{count} frames"
+    frames = things(count, "frame")
     return f"{frames} of echelon and torch{'' if told else f' ({TRACEBACK}=1 shows them)'}"
 
 

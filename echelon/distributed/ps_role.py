@@ -26,6 +26,7 @@ from echelon.base.environment import (
     whole_number,
 )
 from echelon.base.errors import UsageError, nearest
+from echelon.base.formatting import things
 
 Part = Literal["worker", "server", "alone"]
 
@@ -144,8 +145,8 @@ def _trainer_id(env: Mapping[str, str], given: int | str | None, workers: int) -
         )
     if not 0 <= (number or 0) < workers:
         raise UsageError(
-            f"{_origin(given, 'trainer_id', PADDLE_RANK)} is {number}, but the job has {workers} worker"
-            f"{'s' if workers > 1 else ''}; it must lie in 0..{workers - 1}"
+            f"{_origin(given, 'trainer_id', PADDLE_RANK)} is {number}, but the job has {things(workers, 'worker')}; "
+            f"it must lie in 0..{workers - 1}"
         )
     return number or 0
 

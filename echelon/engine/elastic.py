@@ -10,6 +10,7 @@ from typing import Any, Literal
 from echelon.base.config import require, strict
 from echelon.base.environment import ELASTIC
 from echelon.base.errors import UsageError
+from echelon.base.formatting import things
 from echelon.data.order import block
 from echelon.plan.axes import refit, words
 from echelon.strategy.annotations.annotate import ModelMarks
@@ -130,7 +131,7 @@ class ElasticState:
             return None
         if self.replicas == self.first_replicas and total == self._first["batches"][index]:
             return None
-        now = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
+        now = things(self.replicas, "replica")
         verb = "stays" if total == self._first["batches"][index] else "is now"
         line = (
             f"{now} now, {self.first_replicas} when training began: "

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from echelon.base.config import strict
 from echelon.base.errors import UsageError
+from echelon.base.formatting import things
 from echelon.strategy import Fast
 from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
@@ -209,5 +210,4 @@ def _what(names: tuple[str, ...]) -> str:
     if names == (WHOLE,):
         return "the whole model"
     parents = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    count = f"{len(names)} block{'' if len(names) == 1 else 's'}"
-    return f"{count} of {', '.join(f'{parent}.*' if parent else '*' for parent in parents)}"
+    return f"{things(len(names), 'block')} of {', '.join(f'{parent}.*' if parent else '*' for parent in parents)}"

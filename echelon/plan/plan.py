@@ -11,6 +11,7 @@ from typing import Any
 
 from echelon.base.config import build, strict
 from echelon.base.errors import UsageError
+from echelon.base.formatting import things
 from echelon.plan.former_fields import rename_former_fields
 from echelon.plan.stage_trace import StageTrace
 from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LowMemory, LrScaling, Shard
@@ -142,7 +143,7 @@ class Plan:
         count = sum(numel(p) for p in self.model)
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         lines = [
-            f"mesh: {axes} ({_count(self.ranks, 'rank')})",
+            f"mesh: {axes} ({things(self.ranks, 'rank')})",
             f"model: {count:,} parameters in {len(self.model)} tensors, {len(trained)} of them trained",
         ]
         lines += [line for line in (self._gradients(), *self._options()) if line]
@@ -158,14 +159,14 @@ class Plan:
         if not self.buckets:  # buckets depend on the tensors of each rank, which stages and splits decide later
             return f"gradients: {op} over replicas{wire}" if self.replicas > 1 else None
         return (
-            f"gradients: {op} over replicas, {_count(len(self.buckets), 'bucket')} on "
-            f"{_count(self.communicators, 'communicator')}{wire}"
+            f"gradients: {op} over replicas, {things(len(self.buckets), 'bucket')} on "
+            f"{things(self.communicators, 'communicator')}{wire}"
         )
 
     def _options(self) -> Iterator[str]:
         if self.splits:
             how = "each rank with a batch of its own" if self.batch_per_split_rank else "ranks share a batch"
-            yield f"split: {_count(len(self.splits), 'module')} over {self.mesh['split']} ranks, {how}"
+            yield f"split: {things(len(self.splits), 'module')} over {self.mesh['split']} ranks, {how}"
         if self.pipeline is not None:
             yield f"pipeline: {self.pipeline.micro_batches} micro-batches, {self.pipeline.schedule}"
         if self.shard is not None:
@@ -177,10 +178,10 @@ class Plan:
             if value is not None:
                 yield f"{name.replace('_', ' ')}: {value}"
         if self.recompute or self.recompute_chains:
-            what = _count(len(self.recompute), "segment") if self.recompute else "segments cut by the first batch"
+            what = things(len(self.recompute), "segment") if self.recompute else "segments cut by the first batch"
             yield f"recompute: {what}{', kept activations in host memory' if self.offload else ''}"
         if self.no_weight_decay:
-            yield f"without weight decay: {_count(len(self.no_weight_decay), 'parameter')}"
+            yield f"without weight decay: {things(len(self.no_weight_decay), 'parameter')}"
         if self.sync_batch_norm:
             yield f"batch norm: {len(self.sync_batch_norm)} layers with statistics over all replicas"
 
@@ -207,10 +208,6 @@ def first_difference(mine: Any, theirs: Any, path: str = "plan") -> str | None:
             return f"{path}: {mine} against {theirs}"
         return None if len(mine) == len(theirs) else f"{path}: {len(mine)} entries against {len(theirs)}"
     return None if mine == theirs else f"{path}: {mine!r} against {theirs!r}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _flat(items: list[Any]) -> bool:

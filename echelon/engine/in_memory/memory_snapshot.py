@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import PeerLost
+from echelon.base.formatting import things
 from echelon.checkpoint import Stored, dtypes
 from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
 from echelon.checkpoint.in_memory.snapshot_pieces import ELSEWHERE
@@ -61,7 +62,7 @@ class MemorySnapshot(Stored):
 
     @property
     def origin(self) -> str:
-        return f" (saved by {_some(self.world_size, 'rank')} on {_some(self.hosts, 'host')})"
+        return f" (saved by {things(self.world_size, 'rank')} on {things(self.hosts, 'host')})"
 
     def _read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
         by_host: dict[int, list[Chunk]] = {}
@@ -161,7 +162,3 @@ def _tell(message: Told | None, group: dist.ProcessGroup | None) -> Told | None:
     dist.broadcast(data, group=group, group_src=0)
     told: Told | None = tensor_to_json(data)
     return told
-
-
-def _some(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from echelon.base.errors import PeerLost, UsageError
+from echelon.base.formatting import things
 from echelon.base.wait_notice import WaitNotice, say_wait
 from echelon.launcher.rendezvous.messages import (
     JoinRequest,
@@ -152,7 +153,7 @@ class RoundCoordinator:
         terms, names = self._terms, ", ".join(host.name for host in here)
         within = f"to {self._line.where} within {terms.join_timeout:g} s ({names})"
         if terms.elastic:
-            came = f"{len(here)} host{'' if len(here) == 1 else 's'} came {within}"
+            came = f"{things(len(here), 'host')} came {within}"
             need = f"--nnodes {terms.nnodes} needs {terms.least}"
             return PeerLost(f"{came}, but {need}; start the same command on others, or give --join-timeout")
         return PeerLost(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from echelon.base.formatting import duration, percent, size, text_table
+from echelon.base.formatting import duration, percent, size, text_table, things
 from echelon.observability.trace import truncated_text
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def text(summary: Summary) -> str:
 
 def _figures(figures: dict[str, Any]) -> list[list[str]]:
     return [
-        [f"{_steps(figures)}, {_ranks(figures)}: {_ms(figures['step_ms'])} a step (median)"],
+        [f"{_steps(figures)}, {things(len(figures['ranks']), 'rank')}: {_ms(figures['step_ms'])} a step (median)"],
         _table([["rank", *COLUMNS.values()], *map(_rank_row, figures["ranks"]), _share_row(figures)]),
         list(_findings(figures)),
         _communication(figures["communication"]),
@@ -122,11 +122,6 @@ def _share_row(figures: dict[str, Any]) -> list[str]:
 
 def _table(rows: list[list[str]]) -> list[str]:
     return text_table(rows, right=range(1, len(rows[0])))
-
-
-def _ranks(figures: dict[str, Any]) -> str:
-    count = len(figures["ranks"])
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _steps(figures: dict[str, Any]) -> str:

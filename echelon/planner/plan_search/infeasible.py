@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from echelon.base.formatting import things
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cluster.device_catalog import CATALOGUE
 from echelon.planner.plan_search.draft_builder import lack
@@ -44,7 +45,7 @@ def reason(hunt: PlanSearch, choice: PlanChoice) -> str:
 def _cures(hunt: PlanSearch, choice: PlanChoice) -> Iterator[str]:
     hosts = _more_hosts(hunt)
     if hosts:
-        yield f"{hosts} more host{'s' if hosts > 1 else ''}"
+        yield things(hosts, "more host")
     needed = max(memory.total for memory in choice.prediction.memory)
     device = _larger_device(hunt.cluster, needed)
     if device:

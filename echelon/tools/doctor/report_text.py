@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from echelon.base.formatting import text_table
+from echelon.base.formatting import text_table, things
 from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport
 from echelon.tools.doctor.facts import FAILED, Facts
 from echelon.tools.doctor.nics import REACHED
@@ -29,21 +29,17 @@ def text_of(report: DoctorReport, found: Sequence[DoctorFinding]) -> str:
 
 def _title(report: DoctorReport) -> str:
     quick = ", quick" if report.quick else ""
-    hosts, ranks = _count(len(report.hosts), "host"), _count(report.world_size, "rank")
+    hosts, ranks = things(len(report.hosts), "host"), things(report.world_size, "rank")
     return f"echelon doctor, {report.when}: {hosts}, {ranks}{quick}"
 
 
 def _verdict(found: Sequence[DoctorFinding]) -> list[str]:
     if not found:
         return ["nothing is wrong"]
-    lines = [f"{_count(len(found), 'thing')} to look at (x: wrong; !: may be slow, or go wrong later):"]
+    lines = [f"{things(len(found), 'thing')} to look at (x: wrong; !: may be slow, or go wrong later):"]
     for one in found:
         lines += textwrap.wrap(one.sentence, WIDTH, initial_indent=f"  {one.mark} ", subsequent_indent="    ")
     return lines
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _host_lines(report: DoctorReport, node: int, host: Facts) -> list[str]:

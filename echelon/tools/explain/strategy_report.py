@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from echelon.base.errors import UsageError, first_line
-from echelon.base.formatting import size, text_table
+from echelon.base.formatting import size, text_table, things
 from echelon.planner.cost import strategy_traffic
 from echelon.planner.cost.strategy_traffic import ParameterSize, RankCounts
 from echelon.strategy.combine import CombinationChange, active_names, verdicts
@@ -93,7 +93,7 @@ def _job(ranks: int, ranks_per_host: int | None) -> RankCounts:
 
 def _job_in_words(job: RankCounts) -> str:
     hosts = f", {job.ranks_per_host} on each of {job.hosts} hosts" if job.hosts > 1 else ""
-    return f"{job.ranks} rank{'s' if job.ranks > 1 else ''}{hosts}"
+    return f"{things(job.ranks, 'rank')}{hosts}"
 
 
 def _order(strategy: Strategy, job: RankCounts) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from echelon.base.formatting import things
 from echelon.plan import Plan
 from echelon.plan.axes import words
 from echelon.tools.memory_profile.training_job import TrainingJob
 
 
 def how_in_words(job: TrainingJob, plan: Plan) -> str:
-    return ", ".join((f"{_count(job.samples, 'sample')}{_mesh(plan)}", *_options(plan)))
+    return ", ".join((f"{things(job.samples, 'sample')}{_mesh(plan)}", *_options(plan)))
 
 
 def _mesh(plan: Plan) -> str:
@@ -28,7 +29,7 @@ def _mesh(plan: Plan) -> str:
 def _options(plan: Plan) -> Iterator[str]:
     if plan.pipeline is not None:
         schedule = f" ({plan.pipeline.schedule})" if plan.mesh.get("stage", 1) > 1 else ""
-        yield f"{_count(plan.pipeline.micro_batches, 'micro-batch')}{schedule}"
+        yield f"{things(plan.pipeline.micro_batches, 'micro-batch')}{schedule}"
     if plan.recompute or plan.recompute_chains:
         yield "recompute"
     if plan.low_memory is not None:
@@ -42,9 +43,3 @@ def _options(plan: Plan) -> Iterator[str]:
         yield "localsgd"
     if plan.gradient_merge > 1:
         yield f"{plan.gradient_merge} batches an update"
-
-
-def _count(number: int, thing: str) -> str:
-    if number == 1:
-        return f"1 {thing}"
-    return f"{number} {thing}{'es' if thing.endswith('ch') else 's'}"

@@ -82,7 +82,7 @@ def sections(report: PlanReport) -> list[TitledTable]:
 
 
 def headline(report: PlanReport) -> list[str]:
-    weights = f"{formatting.count(report.weights)} parameters in {report.units} unit{'s' if report.units > 1 else ''}"
+    weights = f"{formatting.count(report.weights)} parameters in {formatting.things(report.units, 'unit')}"
     return [f"{report.model}: {weights}, batch {report.batch:,}", f"on {report.machines.words}"]
 
 

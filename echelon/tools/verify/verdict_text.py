@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from echelon.base.formatting import things
 from echelon.tools.verify.verdict import Divergence, LargestDifference, StepComparison, Verdict
 
 #: Output width in characters if the output is not a terminal.
@@ -170,4 +171,4 @@ def size(value: float) -> str:
 
 def _some(names: Sequence[str], thing: str) -> str:
     listed = ", ".join(map(in_short, names[:3])) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} {thing}{'s' if len(names) > 1 else ''} ({listed})"
+    return f"{things(len(names), thing)} ({listed})"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.errors import UsageError
+from echelon.base.formatting import things
 from echelon.data import Loader, Repeated, RepeatedStream
 from echelon.data.batched import is_batched
 from echelon.data.blocks import is_blocked
@@ -121,7 +122,7 @@ class InputWaitTimer:
 
 
 def _workers_said(workers: int) -> str:
-    return f"{workers} worker{'s' if workers > 1 else ''} a rank" if workers else "no workers"
+    return f"{things(workers, 'worker')} a rank" if workers else "no workers"
 
 
 @dataclass(frozen=True)
