@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echelon.base.errors import CheckpointError, LossError
 from echelon.distributed.local_state import LocalState
-from echelon.distributed.tensor_layout import Part
+from echelon.distributed.tensor_layout import Part, local_tensor
 
 #: Buffers that are computed from activations; in others an infinity may be intended, as in a mask.
 _STATISTICS = ("running_mean", "running_var")
@@ -116,7 +116,7 @@ def _model_name(name: str) -> str:
 
 
 def _local(value: Tensor | Part) -> Tensor:
-    tensor = value.tensor if isinstance(value, Part) else value
+    tensor = local_tensor(value)
     return getattr(tensor, "_local_tensor", tensor).detach()  # the sum of a whole DTensor would need communication
 
 

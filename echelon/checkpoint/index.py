@@ -22,6 +22,7 @@ from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.directory import INDEX
 from echelon.checkpoint.os_errors import cannot_read
 from echelon.checkpoint.tensorfile import FileRecord, TensorByteSpan
+from echelon.distributed.tensor_region import TensorRegion
 
 FORMAT = "echelon-checkpoint"
 VERSION = 1
@@ -35,13 +36,11 @@ _MOST_DIMENSIONS = 64  # torch's own limit
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and the bytes that store it."""
+    """A region of a tensor, and the file, name and bytes that store it."""
 
     file: str
     name: str
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    region: TensorRegion
     span: TensorByteSpan
 
 
@@ -140,8 +139,8 @@ def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
         {
             "file": chunk.file,
             "name": chunk.name,
-            "offsets": chunk.offsets,
-            "sizes": chunk.sizes,
+            "offsets": chunk.region.offsets,
+            "sizes": chunk.region.sizes,
             "start": chunk.span.start,
             "nbytes": chunk.span.nbytes,
             "checksum": chunk.span.checksum,
@@ -156,7 +155,7 @@ def _from_json(content: Mapping[str, Any]) -> CheckpointIndex:
         step=_whole(content, "step"),
         world_size=_whole(content, "world_size"),
         files={_file_name(name): _file_record(value) for name, value in _object(content, "files").items()},
-        tensors={name: _entry(value) for name, value in _object(content, "tensors").items()},
+        tensors={name: _entry(name, value) for name, value in _object(content, "tensors").items()},
         facts=_object(content, "facts"),
     )
 
@@ -166,42 +165,41 @@ def _file_record(value: Any) -> FileRecord:
     return FileRecord(_whole(fields, "nbytes"), _whole(fields, "header_nbytes"), _sum_of(fields, "header_checksum"))
 
 
-def _entry(value: Any) -> TensorEntry:
+def _entry(name: str, value: Any) -> TensorEntry:
     fields = _as_object(value)
     dtype = dtypes.dtype_named(_text(fields, "dtype"))
     if dtype is None:
         raise MalformedIndexError(f"dtype {_brief(fields['dtype'])} is unknown")
-    chunks = tuple(_chunk(chunk, dtype) for chunk in _list(fields, "chunks"))
     shape = _wholes(fields, "shape")
+    chunks = tuple(_chunk(chunk, name, dtype, shape) for chunk in _list(fields, "chunks"))
     if len(shape) > _MOST_DIMENSIONS or dtypes.nbytes(dtype, [size or 1 for size in shape]) > _LARGEST:
         raise MalformedIndexError(f"no tensor has the shape {_brief(shape)}")
     return TensorEntry(dtype, shape, chunks)
 
 
-def _chunk(value: Any, dtype: torch.dtype) -> Chunk:
+def _chunk(value: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Chunk:
     fields = _as_object(value)
     return Chunk(
         file=_file_name(_text(fields, "file")),
         name=_text(fields, "name"),
-        dtype=dtype,
-        offsets=_wholes(fields, "offsets"),
-        sizes=_wholes(fields, "sizes"),
+        region=TensorRegion(name, dtype, shape, _wholes(fields, "offsets"), _wholes(fields, "sizes")),
         span=TensorByteSpan(_whole(fields, "start"), _whole(fields, "nbytes"), _sum_of(fields, "checksum")),
     )
 
 
 def _check_filled(name: str, entry: TensorEntry) -> None:
-    for chunk in entry.chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
+    regions = [chunk.region for chunk in entry.chunks]
+    for region, chunk in zip(regions, entry.chunks, strict=True):
+        if not len(region.offsets) == len(region.sizes) == len(entry.shape):
             raise MalformedIndexError(f"a piece of {_brief(name)} has another number of dimensions")
-        ends = (offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        ends = (offset + size for offset, size in zip(region.offsets, region.sizes, strict=True))
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
             raise MalformedIndexError(f"a piece of {_brief(name)} lies outside of it")
-        if chunk.span.nbytes != dtypes.nbytes(entry.dtype, chunk.sizes):
+        if chunk.span.nbytes != region.nbytes:
             raise MalformedIndexError(f"a piece of {_brief(name)} has the wrong number of bytes")
-    distinct = len({chunk.offsets for chunk in entry.chunks})
-    filled = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if not entry.chunks or distinct != len(entry.chunks) or filled != math.prod(entry.shape):
+    distinct = len({region.offsets for region in regions})
+    filled = sum(math.prod(region.sizes) for region in regions)
+    if not regions or distinct != len(regions) or filled != math.prod(entry.shape):
         raise MalformedIndexError(f"the pieces of {_brief(name)} do not fill it")
 
 

@@ -22,7 +22,8 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.directory import find
 from echelon.checkpoint.index import Chunk, TensorEntry, read_index
-from echelon.distributed.tensor_layout import Box, Layout, Part
+from echelon.distributed.tensor_layout import Layout, Part
+from echelon.distributed.tensor_region import TensorRegion, narrow
 
 _NAMED = 3  # number of mismatched tensors that a message names
 
@@ -95,28 +96,28 @@ class Stored:
         self._load_planned({name: value for name, value in into.items() if not isinstance(value, Part)})
 
     def _load_parts(self, parts: Mapping[str, Part]) -> None:
-        wanted: dict[Chunk, list[tuple[Part, Box]]] = {}
+        wanted: dict[Chunk, list[tuple[TensorRegion, torch.Tensor]]] = {}
         for name, part in parts.items():
-            for box in part.layout.boxes():
+            for region, view in part.regions(name):
                 for chunk in self._entry(name).chunks:
-                    if _overlap(box, chunk) is not None:
-                        wanted.setdefault(chunk, []).append((part, box))
+                    if (common := region.intersection(chunk.region)) is not None:
+                        wanted.setdefault(chunk, []).append((common, common.view_of(view, region.offsets)))
         for chunk, source in self._read(wanted):
-            for part, box in wanted[chunk]:
-                _copy_overlap(part.tensor.detach(), box, source, chunk)
+            for common, target in wanted[chunk]:
+                target.copy_(common.view_of(source, chunk.region.offsets))
 
     def _load_planned(self, into: Mapping[str, torch.Tensor]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(into), self._metadata(into), is_coordinator=True)
         plan = planner.create_local_plan()
-        chunks = {(name, chunk.offsets): chunk for name in into for chunk in self._entry(name).chunks}
+        chunks = {(name, chunk.region.offsets): chunk for name in into for chunk in self._entry(name).chunks}
         items: dict[Chunk, list[ReadItem]] = {}
         for item in plan.items:
             key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             items.setdefault(chunks[key], []).append(item)
         for chunk, source in self._read(items):
             for item in items[chunk]:
-                planner.resolve_tensor(item).detach().copy_(_region(source, item))
+                planner.resolve_tensor(item).detach().copy_(narrow(source, item.storage_offsets, item.lengths))
 
     def verify(self) -> None:
         """Read everything once and compare it with its checksums; raises ``Damaged``."""
@@ -135,7 +136,7 @@ class Stored:
             with self._opened(name) as file:
                 for chunk in sorted(inside, key=lambda chunk: chunk.span.start):
                     raw = tensorfile.read(file, self.path / name, chunk.name, chunk.span)
-                    yield chunk, dtypes.tensor_of(raw, chunk.dtype, chunk.sizes)
+                    yield chunk, dtypes.tensor_of(raw, chunk.region.dtype, chunk.region.sizes)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
@@ -185,31 +186,9 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 
 def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+    regions = [chunk.region for chunk in entry.chunks]
+    chunks = [ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes)) for region in regions]
     return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
-
-
-def _region(source: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        source = source.narrow(dim, begin, length)
-    return source
-
-
-def _overlap(box: Box, chunk: Chunk) -> list[tuple[int, int]] | None:
-    """Return the overlap of a box and a chunk as global ranges per dimension; None if empty. Scalars always overlap."""
-    ranges = [
-        (max(a, b), min(a + m, b + n))
-        for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-    ]
-    return ranges if all(begin < end for begin, end in ranges) else None
-
-
-def _copy_overlap(local: torch.Tensor, box: Box, source: torch.Tensor, chunk: Chunk) -> None:
-    target = box.of(local)
-    for dim, (begin, end) in enumerate(_overlap(box, chunk) or ()):
-        target = target.narrow(dim, begin - box.offsets[dim], end - begin)
-        source = source.narrow(dim, begin - chunk.offsets[dim], end - begin)
-    target.copy_(source)
 
 
 def _words(dtype: torch.dtype, shape: Iterable[int]) -> str:

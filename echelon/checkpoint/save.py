@@ -18,12 +18,13 @@ from echelon.checkpoint.os_errors import cannot_write
 from echelon.checkpoint.rank_agreement import SavePeers
 from echelon.checkpoint.staging import StagingBuffers
 from echelon.checkpoint.tensorfile import FileRecord, TensorByteSpan, TensorSlot
-from echelon.checkpoint.write_plan import WritePiece, local_pieces
+from echelon.checkpoint.write_plan import local_pieces
 from echelon.checkpoint.write_plan_cache import WritePlanCache
 from echelon.distributed.tensor_layout import Part
+from echelon.distributed.tensor_region import TensorRegion
 
 T = TypeVar("T")
-Held = list[tuple[WritePiece, torch.Tensor]]
+Held = list[tuple[TensorRegion, torch.Tensor]]
 
 
 class CheckpointSave:
@@ -101,8 +102,7 @@ class CheckpointSave:
         path = self._aside / layout.tensor_file(self._peers.rank)
         record, spans = self._on_disk(lambda: tensorfile.write(path, slots, contents))
         written = [
-            [piece.to_message(), slot.name, asdict(span)]
-            for piece, slot, span in zip(pieces, slots, spans, strict=True)
+            [piece.to_json(), slot.name, asdict(span)] for piece, slot, span in zip(pieces, slots, spans, strict=True)
         ]
         return {"file": asdict(record), "written": written}
 
@@ -156,7 +156,7 @@ class CheckpointSave:
             raise CheckpointError(cannot_write(self._aside, error, opened_elsewhere=self._peers.rank > 0)) from error
 
 
-def _slots(pieces: Sequence[WritePiece]) -> list[TensorSlot]:
+def _slots(pieces: Sequence[TensorRegion]) -> list[TensorSlot]:
     """Return the pieces as tensors of one file. A whole tensor keeps its name; a shard's name has its offsets."""
     slots: dict[str, TensorSlot] = {}
     for piece in pieces:
@@ -165,21 +165,18 @@ def _slots(pieces: Sequence[WritePiece]) -> list[TensorSlot]:
             name += "@" + ",".join(str(offset) for offset in piece.offsets)
         while name in slots:
             name += "'"
-        slots[name] = TensorSlot(
-            name, *dtypes.stored_as(piece.dtype, piece.sizes), dtypes.nbytes(piece.dtype, piece.sizes)
-        )
+        slots[name] = TensorSlot(name, *dtypes.stored_as(piece.dtype, piece.sizes), piece.nbytes)
     return list(slots.values())
 
 
 def _entries(written: Sequence[Sequence[Any]]) -> dict[str, TensorEntry]:
-    wholes: dict[str, WritePiece] = {}
     chunks: dict[str, list[Chunk]] = {}
     for rank, items in enumerate(written):
-        for message, name, span in items:
-            piece = WritePiece.from_message(message)
-            wholes.setdefault(piece.name, piece)
-            chunk = Chunk(
-                layout.tensor_file(rank), name, piece.dtype, piece.offsets, piece.sizes, TensorByteSpan(**span)
-            )
-            chunks.setdefault(piece.name, []).append(chunk)
-    return {name: TensorEntry(wholes[name].dtype, wholes[name].shape, tuple(chunks[name])) for name in sorted(wholes)}
+        for plain, name, span in items:
+            region = TensorRegion.from_json(plain)
+            chunk = Chunk(layout.tensor_file(rank), name, region, TensorByteSpan(**span))
+            chunks.setdefault(region.name, []).append(chunk)
+    return {
+        name: TensorEntry(found[0].region.dtype, found[0].region.shape, tuple(found))
+        for name, found in sorted(chunks.items())
+    }

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.checkpoint.write_plan import WritePiece
+from echelon.distributed.tensor_region import TensorRegion
 
 
 class StagingBuffers:
     """Buffers that are reused from save to save: allocating pinned memory costs more than filling it."""
 
     def __init__(self) -> None:
-        self._buffers: dict[WritePiece, torch.Tensor] = {}
+        self._buffers: dict[TensorRegion, torch.Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, held: Sequence[tuple[WritePiece, torch.Tensor]]) -> list[tuple[WritePiece, torch.Tensor]]:
+    def copy(self, held: Sequence[tuple[TensorRegion, torch.Tensor]]) -> list[tuple[TensorRegion, torch.Tensor]]:
         """Return the same pieces with copies of their current values."""
         self._buffers = {piece: self._buffer(piece, tensor) for piece, tensor in held}
         for piece, tensor in held:
@@ -25,7 +25,7 @@ class StagingBuffers:
             torch.cuda.current_stream(device).synchronize()
         return list(self._buffers.items())
 
-    def _buffer(self, piece: WritePiece, tensor: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, piece: TensorRegion, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._buffers.get(piece)
         if kept is not None and kept.is_pinned() == tensor.is_cuda:
             return kept

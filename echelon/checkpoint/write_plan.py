@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -15,59 +13,26 @@ from torch.distributed.tensor import DTensor
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import dtypes
-from echelon.distributed.tensor_layout import Part
+from echelon.distributed.tensor_layout import Part, local_tensor
+from echelon.distributed.tensor_region import TensorRegion
 
 
-@dataclass(frozen=True)
-class WritePiece:
-    """A box of one tensor: the whole of it, or the shard that one rank holds."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        return self.name, self.offsets
-
-    def to_message(self) -> list[Any]:
-        return [self.name, dtypes.name_of(self.dtype), self.shape, self.offsets, self.sizes]
-
-    @staticmethod
-    def from_message(message: Sequence[Any]) -> WritePiece:
-        name, dtype, *boxes = message
-        shape, offsets, sizes = (tuple(int(number) for number in box) for box in boxes)
-        known = dtypes.dtype_named(dtype)
-        assert known is not None
-        return WritePiece(name, known, shape, offsets, sizes)
-
-
-def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[WritePiece, torch.Tensor]]:
+def local_pieces(tensors: Mapping[str, torch.Tensor | Part]) -> list[tuple[TensorRegion, torch.Tensor]]:
     """Return the boxes that this rank holds, each with its current values, not copied."""
     plain: dict[str, torch.Tensor] = {}
-    held: list[tuple[WritePiece, torch.Tensor]] = []
+    held: list[tuple[TensorRegion, torch.Tensor]] = []
     for name, value in tensors.items():
-        tensor = value.tensor if isinstance(value, Part) else value
+        tensor = local_tensor(value)
         _refuse(name, tensor)
         if isinstance(value, Part) and not value.layout.is_whole:
-            held += _pieces_of(name, value)
+            held += [(region, view.contiguous()) for region, view in value.regions(name)]
         else:
             plain[name] = tensor
     # a rank beyond the end of an unevenly sharded tensor holds an empty piece, which is not written
     return held + [(p, data) for p, data in _planned(plain) if math.prod(p.sizes) or not math.prod(p.shape)]
 
 
-def _pieces_of(name: str, part: Part) -> list[tuple[WritePiece, torch.Tensor]]:
-    local, layout = part.tensor.detach(), part.layout
-    return [
-        (WritePiece(name, local.dtype, layout.shape, box.offsets, box.sizes), box.of(local).contiguous())
-        for box in layout.boxes()
-    ]
-
-
-def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[WritePiece, torch.Tensor]]:
+def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[TensorRegion, torch.Tensor]]:
     planner = _planner()
     with torch.no_grad():
         planner.set_up_planner(tensors)
@@ -75,7 +40,7 @@ def _planned(tensors: dict[str, torch.Tensor]) -> list[tuple[WritePiece, torch.T
         return [(_piece(item), planner.resolve_data(item)) for item in items]  # type: ignore[misc]
 
 
-def share_out(offers: Sequence[Sequence[WritePiece]]) -> list[list[int]]:
+def share_out(offers: Sequence[Sequence[TensorRegion]]) -> list[list[int]]:
     """Return for every rank the positions of the pieces that it writes."""
     _refuse_contradictions(offers)
     plans = [SavePlan([_write_item(piece) for piece in pieces]) for pieces in offers]
@@ -85,7 +50,7 @@ def share_out(offers: Sequence[Sequence[WritePiece]]) -> list[list[int]]:
         raise CheckpointError(f"the tensors of the ranks do not fit together: {error}") from error
     chosen = [{(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items} for plan in shared]
     return [
-        [position for position, piece in enumerate(pieces) if piece.key in keys]
+        [position for position, piece in enumerate(pieces) if (piece.name, piece.offsets) in keys]
         for pieces, keys in zip(offers, chosen, strict=True)
     ]
 
@@ -98,12 +63,12 @@ def _refuse(name: str, tensor: object) -> None:
         raise CheckpointError(f"'{name}' is a partial sum on every rank; reduce it before saving")
 
 
-def _refuse_contradictions(offers: Sequence[Sequence[WritePiece]]) -> None:
+def _refuse_contradictions(offers: Sequence[Sequence[TensorRegion]]) -> None:
     """Raise if ranks disagree about a piece: the planner would take pieces of equal name and offset for copies."""
-    first: dict[tuple[str, tuple[int, ...]], tuple[int, WritePiece]] = {}
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, TensorRegion]] = {}
     for rank, pieces in enumerate(offers):
         for piece in pieces:
-            owner, known = first.setdefault(piece.key, (rank, piece))
+            owner, known = first.setdefault((piece.name, piece.offsets), (rank, piece))
             if piece != known:
                 raise CheckpointError(
                     f"'{piece.name}' is {_words(known)} on rank {owner} but {_words(piece)} on rank {rank}; "
@@ -111,7 +76,7 @@ def _refuse_contradictions(offers: Sequence[Sequence[WritePiece]]) -> None:
                 )
 
 
-def _words(piece: WritePiece) -> str:
+def _words(piece: TensorRegion) -> str:
     whole = f"{dtypes.name_of(piece.dtype)} {list(piece.shape)}"
     return whole if piece.sizes == piece.shape else f"{list(piece.sizes)} of {whole}"
 
@@ -120,10 +85,10 @@ def _planner() -> DefaultSavePlanner:
     return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-def _piece(item: WriteItem) -> WritePiece:
+def _piece(item: WriteItem) -> TensorRegion:
     data = item.tensor_data
     assert data is not None
-    return WritePiece(
+    return TensorRegion(
         item.index.fqn,
         data.properties.dtype,
         tuple(data.size),
@@ -132,7 +97,7 @@ def _piece(item: WriteItem) -> WritePiece:
     )
 
 
-def _write_item(piece: WritePiece) -> WriteItem:
+def _write_item(piece: TensorRegion) -> WriteItem:
     """Return the planner's item of a piece: a SHARD, because only for shards it checks that they fill a tensor."""
     offsets, sizes = torch.Size(piece.offsets), torch.Size(piece.sizes)
     return WriteItem(

@@ -9,33 +9,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.checkpoint.write_plan import WritePiece, share_out
+from echelon.checkpoint.write_plan import share_out
+from echelon.distributed.tensor_region import TensorRegion
 
 
 class WritePlanCache:
     """One rank's copy of the last plan that all ranks agreed on; on rank 0, the whole plan."""
 
     def __init__(self) -> None:
-        self._mine: list[WritePiece] | None = None
+        self._mine: list[TensorRegion] | None = None
         self._my_share: list[int] = []
-        self._offers: list[list[WritePiece]] = []
-        self._proposed: list[list[WritePiece]] = []
+        self._offers: list[list[TensorRegion]] = []
+        self._proposed: list[list[TensorRegion]] = []
 
-    def offer(self, pieces: Sequence[WritePiece]) -> list[Any] | None:
+    def offer(self, pieces: Sequence[TensorRegion]) -> list[Any] | None:
         """Return this rank's pieces for rank 0; ``None`` if they are the same as last time."""
-        return None if pieces == self._mine else [piece.to_message() for piece in pieces]
+        return None if pieces == self._mine else [piece.to_json() for piece in pieces]
 
     def allot(self, offers: Sequence[list[Any] | None]) -> list[list[int]] | None:
         """Return all ranks' shares as positions in their pieces, on rank 0; ``None`` if they are as last time."""
         if all(offer is None for offer in offers):
             return None
         self._proposed = [
-            self._offers[rank] if offer is None else [WritePiece.from_message(message) for message in offer]
+            self._offers[rank] if offer is None else [TensorRegion.from_json(plain) for plain in offer]
             for rank, offer in enumerate(offers)
         ]
         return share_out(self._proposed)
 
-    def settle(self, pieces: Sequence[WritePiece], shares: list[list[int]] | None, rank: int) -> list[int]:
+    def settle(self, pieces: Sequence[TensorRegion], shares: list[list[int]] | None, rank: int) -> list[int]:
         """Store the agreed plan, and return this rank's share."""
         self._mine = list(pieces)
         if shares is not None:

@@ -15,22 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.distributed.tensor_region import TensorRegion, narrow
+
 Range = tuple[int, int]  # begin, end (exclusive)
-
-
-@dataclass(frozen=True)
-class Box:
-    """One rectangular piece: its offsets in the whole, its sizes, and its offsets in the local tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    at: tuple[int, ...]
-
-    def of(self, local: Tensor) -> Tensor:
-        """Return the piece as a view of the local tensor."""
-        for dim, (begin, size) in enumerate(zip(self.at, self.sizes, strict=True)):
-            local = local.narrow(dim, begin, size)
-        return local
+Box = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[int, ...]
+]  # offsets in the whole, sizes, offsets in the local tensor
 
 
 @dataclass(frozen=True)
@@ -69,17 +59,17 @@ class Layout:
         """Yield the boxes of the local tensor; none if it is empty."""
         along = [list(self._placed(dim)) for dim in range(len(self.shape))]
         for chosen in itertools.product(*along):
-            sizes = tuple(end - begin for (begin, end), _ in chosen)
+            offsets, sizes, starts = zip(*chosen, strict=True) if chosen else ((), (), ())
             if math.prod(sizes):
-                yield Box(tuple(begin for (begin, _), _ in chosen), sizes, tuple(at for _, at in chosen))
+                yield offsets, sizes, starts
 
     def _ranges(self, dim: int) -> tuple[Range, ...]:
         return self.parts.get(dim, ((0, self.shape[dim]),))
 
-    def _placed(self, dim: int) -> Iterator[tuple[Range, int]]:
+    def _placed(self, dim: int) -> Iterator[tuple[int, int, int]]:
         at = 0
         for begin, end in self._ranges(dim):
-            yield (begin, end), at
+            yield begin, end - begin, at
             at += end - begin
 
 
@@ -88,6 +78,16 @@ class Part(NamedTuple):
 
     tensor: Tensor
     layout: Layout
+
+    def regions(self, name: str) -> Iterator[tuple[TensorRegion, Tensor]]:
+        """Yield the regions of the whole that the local tensor holds, each with a view of its values."""
+        local = self.tensor.detach()
+        for offsets, sizes, starts in self.layout.boxes():
+            yield TensorRegion(name, local.dtype, self.layout.shape, offsets, sizes), narrow(local, starts, sizes)
+
+
+def local_tensor(value: Tensor | Part) -> Tensor:
+    return value.tensor if isinstance(value, Part) else value
 
 
 def shares(total: int, parts: int, weights: tuple[float, ...] | None = None, first: int = 0) -> list[Range]:

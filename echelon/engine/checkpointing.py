@@ -27,7 +27,7 @@ from echelon.checkpoint.training_state import (
 from echelon.data import Loader
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.local_state import Addend
-from echelon.distributed.tensor_layout import Layout, Part
+from echelon.distributed.tensor_layout import Layout, Part, local_tensor
 from echelon.distributed.world import World, seed_for_rank
 from echelon.engine.elastic import ElasticState
 from echelon.engine.lr_schedules import LRSchedulers
@@ -98,7 +98,7 @@ class CheckpointManager:
         if self._local is None:
             return {}
         own = model_tensors(self._holdings) | optimizer_state(self._holdings, self._optimizers)[0]
-        return {f"local.{self._world.rank}.{name}": _plain(value).clone() for name, value in own.items()}
+        return {f"local.{self._world.rank}.{name}": local_tensor(value).clone() for name, value in own.items()}
 
     def save(
         self,
@@ -259,7 +259,7 @@ class CheckpointManager:
     def own_statistics(self) -> dict[str, Tensor]:
         """Return the buffers of this replica, such as its batch-norm statistics, under names with its rank."""
         return {
-            f"own.{self._world.rank}.{name.removeprefix('model.')}": _plain(value)
+            f"own.{self._world.rank}.{name.removeprefix('model.')}": local_tensor(value)
             for name, value in model_tensors(self._holdings).items()
             if name.removeprefix("model.") in self._buffers
         }
@@ -354,7 +354,7 @@ class CheckpointManager:
         own = _read(stored, f"{prefix}model.", drop=prefix) if prefix else {}
         with torch.no_grad():
             for name, value in model_tensors(self._holdings).items() if own else ():
-                _plain(value).copy_(own[name])
+                local_tensor(value).copy_(own[name])
 
     @torch.no_grad()
     def _restore_statistics(self, stored: Stored) -> None:
@@ -447,10 +447,6 @@ def _opened(source: str | Path | Stored) -> Stored:
     from echelon.checkpoint import Stored, find
 
     return source if isinstance(source, Stored) else Stored(find(source))
-
-
-def _plain(value: Tensor | Part) -> Tensor:
-    return value.tensor if isinstance(value, Part) else value
 
 
 def _read(stored: Stored, prefix: str, drop: str) -> dict[str, Tensor]:

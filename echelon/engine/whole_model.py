@@ -14,7 +14,7 @@ from echelon.checkpoint.training_state import model_aliases
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.local_state import LocalState
-from echelon.distributed.tensor_layout import Layout, Part
+from echelon.distributed.tensor_layout import Layout, Part, local_tensor
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def put_together(
     control: process group of all ranks; None if ``mine`` is complete
     """
     if control is None:
-        return {name: _plain(value).cpu().clone() for name, value in mine.items()}
+        return {name: local_tensor(value).cpu().clone() for name, value in mine.items()}
     spoken = {name: value for name, value in mine.items() if name in speaks}
     offers = gather_json({name: _facts(value) for name, value in spoken.items()}, control)
     merged: dict[str, Any] = {name: facts for offer in reversed(offers) for name, facts in offer.items()}
@@ -62,13 +62,9 @@ def _assembled(name: str, facts: list[Any], spoken: dict[str, Tensor | Part], co
     whole = torch.zeros(shape, dtype=dtype)
     if name in spoken:
         value = spoken[name]
-        part = value if isinstance(value, Part) else Part(value, Layout(shape))
-        local = part.tensor.cpu()
-        for box in part.layout.boxes():
-            target = whole
-            for dim, (begin, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                target = target.narrow(dim, begin, size)
-            target.copy_(box.of(local))
+        layout = value.layout if isinstance(value, Part) else Layout(shape)
+        for region, view in Part(local_tensor(value).cpu(), layout).regions(name):
+            region.view_of(whole).copy_(view)
     if math.prod(shape):
         raw = whole.reshape(-1).view(torch.uint8)
         with waiting("whole state", name, control):
@@ -79,8 +75,4 @@ def _assembled(name: str, facts: list[Any], spoken: dict[str, Tensor | Part], co
 
 def _facts(value: Tensor | Part) -> list[Any]:
     shape = value.layout.shape if isinstance(value, Part) else tuple(value.shape)
-    return [list(shape), str(_plain(value).dtype).removeprefix("torch.")]
-
-
-def _plain(value: Tensor | Part) -> Tensor:
-    return value.tensor if isinstance(value, Part) else value
+    return [list(shape), str(local_tensor(value).dtype).removeprefix("torch.")]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from echelon.base.config import require, strict
 from echelon.distributed.local_state import LocalState
-from echelon.distributed.tensor_layout import Part
+from echelon.distributed.tensor_layout import Part, local_tensor
 
 if TYPE_CHECKING:
     from echelon.checkpoint import Stored
@@ -103,7 +103,7 @@ class EmaWeights:
             live = {name: holdings.parameters[name] for name in names}
             self._all.append(EmaTensorGroup(key, _floating(live), self._weight))
         if settings.use_buffers:
-            held = {name: _plain(value) for name, value in holdings.tensors().items()}
+            held = {name: local_tensor(value) for name, value in holdings.tensors().items()}
             buffers = {name: held[name] for name, _ in holdings.model.named_buffers() if name in held}
             self._all.append(EmaTensorGroup(None, _floating(buffers), self._weight))
 
@@ -195,7 +195,3 @@ def _move(averages: list[Tensor], values: list[Tensor], decay: float) -> None:
         torch._foreach_copy_(averages, values)
     else:
         torch._foreach_lerp_(averages, values, 1 - decay)
-
-
-def _plain(value: Tensor | Part) -> Tensor:
-    return value.tensor if isinstance(value, Part) else value

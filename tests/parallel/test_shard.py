@@ -624,8 +624,8 @@ def test_shards_tile_every_parameter(shapes: list[tuple[int, ...]], ranks: int) 
         for rank in range(ranks):
             layout = cut.layout(given, rank)
             assert layout.local_shape == cut.part_shape(rank)
-            for box in layout.boxes():
-                where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+            for offsets, sizes, _ in layout.boxes():
+                where = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
                 counted[where] += 1
         if shape:
             assert not counted[: shape[0]].any()

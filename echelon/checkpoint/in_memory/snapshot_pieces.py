@@ -7,64 +7,45 @@ decisions follow from that.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.base.errors import CheckpointError
-from echelon.checkpoint.dtypes import name_of, refuse_unstorable
+from echelon.checkpoint.dtypes import refuse_unstorable
 from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
 from echelon.distributed.collectives import gather_json
-from echelon.distributed.tensor_layout import Part
+from echelon.distributed.tensor_layout import Part, local_tensor
+from echelon.distributed.tensor_region import TensorRegion
 
 _ALIGNED = 64
 #: ``start`` of a piece that this rank holds and another rank copies.
 ELSEWHERE = -1
 
 
-class SnapshotPiece(NamedTuple):
-    """A box of a tensor, usually the whole tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
 class PlacedPiece(NamedTuple):
     """A piece and its offset among the tensors of a slot."""
 
-    piece: SnapshotPiece
+    piece: TensorRegion
     start: int
 
     def to_json(self) -> list[Any]:
-        name, dtype, shape, offsets, sizes = self.piece
-        return [name, name_of(dtype), shape, offsets, sizes, self.start]
+        return [*self.piece.to_json(), self.start]
 
 
-def pieces_of(name: str, value: Tensor | Part) -> list[tuple[SnapshotPiece, Tensor]]:
-    """Return the boxes of the local tensor, each with a view of its values."""
-    tensor = (value.tensor if isinstance(value, Part) else value).detach()
+def pieces_of(name: str, value: Tensor | Part) -> list[tuple[TensorRegion, Tensor]]:
+    """Return the regions of the local tensor, each with a view of its values."""
+    tensor = local_tensor(value).detach()
     if type(tensor) is not Tensor:
         raise CheckpointError(f"'{name}' is a {type(tensor).__name__}, of which no copies can be kept")
     refuse_unstorable(name, tensor)
+    if isinstance(value, Part) and not value.layout.is_whole:
+        return list(value.regions(name))
     shape = tuple(tensor.shape)
-    if not isinstance(value, Part) or value.layout.is_whole:
-        return [(SnapshotPiece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor)]
-    boxes = value.layout.boxes()
-    return [
-        (SnapshotPiece(name, tensor.dtype, value.layout.shape, box.offsets, box.sizes), box.of(tensor)) for box in boxes
-    ]
+    return [(TensorRegion(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor)]
 
 
 class PieceHolders:
@@ -93,12 +74,11 @@ class PieceHolders:
 
 
 def _mark(name: str, value: Tensor | Part) -> int:
-    tensor = value.tensor if isinstance(value, Part) else value
-    boxes = [(box.offsets, box.sizes) for box in value.layout.boxes()] if isinstance(value, Part) else []
-    return zlib.crc32(repr((name, tuple(tensor.shape), boxes)).encode())
+    boxes = [(offsets, sizes) for offsets, sizes, _ in value.layout.boxes()] if isinstance(value, Part) else []
+    return zlib.crc32(repr((name, tuple(local_tensor(value).shape), boxes)).encode())
 
 
-def is_mine(pieces: Sequence[tuple[SnapshotPiece, tuple[int, ...]]], where: SnapshotHosts, rank: int) -> list[bool]:
+def is_mine(pieces: Sequence[tuple[TensorRegion, tuple[int, ...]]], where: SnapshotHosts, rank: int) -> list[bool]:
     """Return for every piece, given with its holders, True if this rank copies it on its host.
 
     Pieces with the same holders are divided among the holders on this host, largest first, each to the least loaded.
@@ -119,7 +99,7 @@ def only_here(holders: Iterable[int], where: SnapshotHosts) -> bool:
     return {where.host_of(rank) for rank in holders} == {where.here}
 
 
-def place_pieces(pieces: Iterable[SnapshotPiece], start: int = 0) -> tuple[list[PlacedPiece], int]:
+def place_pieces(pieces: Iterable[TensorRegion], start: int = 0) -> tuple[list[PlacedPiece], int]:
     """Place pieces one after another from ``start``; return them and the end offset."""
     found: list[PlacedPiece] = []
     for piece in pieces:

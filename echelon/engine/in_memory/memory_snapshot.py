@@ -26,6 +26,7 @@ from echelon.checkpoint.index import CheckpointIndex, Chunk, TensorEntry
 from echelon.checkpoint.tensorfile import TensorByteSpan
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import json_to_tensor, tensor_to_json
+from echelon.distributed.tensor_region import TensorRegion
 from echelon.engine.checkpointing import merged_facts
 
 Copy = dict[str, Any]
@@ -84,7 +85,7 @@ def _fetch(line: SnapshotClient, chunk: Chunk) -> torch.Tensor:
     content = numpy.empty(chunk.span.nbytes, dtype=numpy.uint8)
     line.ask("read", bank=int(bank), seq=int(seq), start=chunk.span.start, bytes=chunk.span.nbytes)
     line.fill(content.data)
-    return dtypes.tensor_of(content, chunk.dtype, chunk.sizes)
+    return dtypes.tensor_of(content, chunk.region.dtype, chunk.region.sizes)
 
 
 def _search(where: SnapshotHosts, at_least: int, skipped: int) -> Told | None:
@@ -140,14 +141,11 @@ def _filled(_: str, shape: list[int], chunks: list[Any]) -> bool:
 
 
 def _entry(name: str, kind: str, shape: list[int], chunks: list[Any]) -> TensorEntry:
-    dtype = dtypes.dtype_named(kind)
-    assert dtype is not None
-    return TensorEntry(dtype, tuple(shape), tuple(_chunk(name, dtype, *chunk) for chunk in chunks))
-
-
-def _chunk(name: str, dtype: torch.dtype, file: str, offsets: list[int], sizes: list[int], start: int) -> Chunk:
-    span = TensorByteSpan(start, dtypes.nbytes(dtype, sizes), "")
-    return Chunk(file, name, dtype, tuple(offsets), tuple(sizes), span)
+    found = []
+    for file, offsets, sizes, start in chunks:
+        region = TensorRegion.from_json([name, kind, shape, offsets, sizes])
+        found.append(Chunk(file, name, region, TensorByteSpan(start, region.nbytes, "")))
+    return TensorEntry(found[0].region.dtype, found[0].region.shape, tuple(found))
 
 
 def _tell(message: Told | None, group: dist.ProcessGroup | None) -> Told | None:

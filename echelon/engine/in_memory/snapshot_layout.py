@@ -13,7 +13,6 @@ from echelon.checkpoint.in_memory.snapshot_pieces import (
     ELSEWHERE,
     PieceHolders,
     PlacedPiece,
-    SnapshotPiece,
     is_mine,
     only_here,
     pieces_of,
@@ -80,8 +79,7 @@ class SnapshotLayout:
 
 
 def _view(whole: Tensor, data: int, placed: PlacedPiece) -> Tensor:
-    piece: SnapshotPiece = placed.piece
-    begin = data + placed.start
+    piece, begin = placed.piece, data + placed.start
     if not piece.nbytes:
         return torch.empty(piece.sizes, dtype=piece.dtype)
     return whole[begin : begin + piece.nbytes].view(piece.dtype).view(piece.sizes)
