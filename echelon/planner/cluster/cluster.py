@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from echelon.base.errors import UsageError
+
 Origin = Literal["measured", "default", "given"]
 
 #: (size, value) pairs in ascending order of size, interpolated linearly over the logarithm of the size
@@ -296,3 +298,19 @@ def _devices_in_words(host: Host) -> str:
 def set_by_name(devices: Iterable[Device]) -> list[Device]:
     """Return one device of each name."""
     return list({device.name: device for device in devices}.values())
+
+
+def with_memory_limit(cluster: Cluster, memory: float | None) -> Cluster:
+    """Return the cluster with ``memory`` bytes on every device, or unchanged if it is None."""
+    if memory is None:
+        return cluster
+    if memory <= 0:
+        raise UsageError(f"memory={memory:g}: a device has more than 0 bytes")
+    kinds = {
+        device.name: replace(device, memory=float(memory), origins={**device.origins, "memory": "given"})
+        for device in cluster.kinds
+    }
+    groups = (
+        (count, Host(tuple(kinds[device.name] for device in host.devices), host.link)) for count, host in cluster.hosts
+    )
+    return replace(cluster, hosts=tuple(groups))

@@ -19,7 +19,7 @@ from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
-from echelon.planner.cluster.cluster import Cluster, Host
+from echelon.planner.cluster.cluster import Cluster, with_memory_limit
 from echelon.planner.cost.predict import CostModel
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.model_costs import ProfileLike
@@ -78,22 +78,6 @@ def search(
     )
     answer = hunt.answer(keep)
     return dataclasses.replace(answer, seconds=time.perf_counter() - begin)
-
-
-def with_memory_limit(cluster: Cluster, memory: float | None) -> Cluster:
-    """Return the cluster with ``memory`` bytes on every device, or unchanged if it is None."""
-    if memory is None:
-        return cluster
-    if memory <= 0:
-        raise UsageError(f"memory={memory:g}: a device has more than 0 bytes")
-    kinds = {
-        device.name: dataclasses.replace(device, memory=float(memory), origins={**device.origins, "memory": "given"})
-        for device in cluster.kinds
-    }
-    groups = (
-        (count, Host(tuple(kinds[device.name] for device in host.devices), host.link)) for count, host in cluster.hosts
-    )
-    return dataclasses.replace(cluster, hosts=tuple(groups))
 
 
 @dataclass(frozen=True)
@@ -440,17 +424,8 @@ def _is_better(neighbour: RejectedPlan, best: PlanChoice) -> bool:
 
 def _outline(draft: Draft) -> tuple[object, ...]:
     """Return a key that differs for plans that are different enough to be listed separately."""
-    kinds = (bool(draft.shares), bool(draft.widths), draft.order)
-    return (
-        draft.replicate,
-        draft.stage,
-        draft.split,
-        draft.schedule,
-        draft.chunks,
-        draft.comm_dtype,
-        draft.approximate,
-        *kinds,
-    )
+    fields = ("replicate", "stage", "split", "schedule", "chunks", "comm_dtype", "approximate", "order")
+    return (*(getattr(draft, name) for name in fields), bool(draft.shares), bool(draft.widths))
 
 
 def _actions(draft: Draft) -> int:

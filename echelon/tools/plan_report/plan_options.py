@@ -8,7 +8,7 @@ from typing import Any
 from echelon.base.config import strict
 from echelon.base.errors import UsageError, nearest
 from echelon.base.quantities import quantity
-from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.cluster.cluster import Cluster, with_memory_limit
 from echelon.planner.plan_search.plan_shapes import APPROXIMATE
 
 
@@ -52,8 +52,6 @@ class PlanOptions:
 
     def machines(self) -> Cluster:
         """Return the cluster that the options name, with their memory limit."""
-        from echelon.planner.plan_search.search import with_memory_limit
-
         return with_memory_limit(Cluster.parse(self.cluster, bench=self.bench), self.memory)
 
 
