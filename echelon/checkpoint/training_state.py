@@ -18,7 +18,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -224,3 +224,13 @@ def decode(value: Any) -> Any:
     if "!counter" in value:
         return Counter({decode(key): decode(item) for key, item in value["!counter"]})
     return {decode(key): decode(item) for key, item in value["!dict"]}
+
+
+def merged_facts(ranks: Sequence[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a checkpoint: the facts of each rank, and the facts that are equal on all ranks."""
+    optimizers = {
+        key: {**of, "values": {name: value for rank in ranks for name, value in rank["values"][key].items()}}
+        for key, of in shared["optimizers"].items()  # each rank has the values of the parameters it holds
+    }
+    alone = [{key: value for key, value in rank.items() if key != "values"} for rank in ranks]
+    return {**shared, "ranks": alone, "optimizers": optimizers}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from echelon.checkpoint.directory_lock import DirectoryLocks
 from echelon.checkpoint.finite_state import FiniteCheck, State
 from echelon.checkpoint.training_state import (
     from_bytes,
+    merged_facts,
     model_aliases,
     model_tensors,
     optimizer_state,
@@ -431,16 +432,6 @@ class CheckpointManager:
             )
             self._writers[directory].saved = self.saved
         return self._writers[directory]
-
-
-def merged_facts(ranks: Sequence[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a checkpoint: the facts of each rank, and the facts that are equal on all ranks."""
-    optimizers = {
-        key: {**of, "values": {name: value for rank in ranks for name, value in rank["values"][key].items()}}
-        for key, of in shared["optimizers"].items()  # each rank has the values of the parameters it holds
-    }
-    alone = [{key: value for key, value in rank.items() if key != "values"} for rank in ranks]
-    return {**shared, "ranks": alone, "optimizers": optimizers}
 
 
 def _opened(source: str | Path | Stored) -> Stored:

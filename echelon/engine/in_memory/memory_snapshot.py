@@ -24,10 +24,10 @@ from echelon.checkpoint.in_memory.snapshot_pieces import ELSEWHERE
 from echelon.checkpoint.in_memory.snapshot_wire import SnapshotClient, SnapshotRefusedError
 from echelon.checkpoint.index import CheckpointIndex, Chunk, TensorEntry
 from echelon.checkpoint.tensorfile import TensorByteSpan
+from echelon.checkpoint.training_state import merged_facts
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import json_to_tensor, tensor_to_json
 from echelon.distributed.tensor_region import TensorRegion
-from echelon.engine.checkpointing import merged_facts
 
 Copy = dict[str, Any]
 #: A set as rank 0 broadcasts it: {"step", "world", "hosts", "facts", "tensors": {name: [dtype, shape, chunks]}}
