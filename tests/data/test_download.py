@@ -182,7 +182,7 @@ def test_what_a_server_refuses_is_one_line(server: Any, tmp_path: Path) -> None:
 def test_untrusted_certificate_and_redirect_to_http_are_refused(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from echelon.data.download import http as web
+    from echelon.data.download import url_source as web
 
     pem = certificates.write(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

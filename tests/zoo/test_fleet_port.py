@@ -23,8 +23,8 @@ from harness import run, script
 import echelon
 from echelon.base.errors import DataError, UsageError
 from echelon.data import Downloader
+from echelon.data.download.downloader import unpack
 from echelon.data.download.spec import make_spec
-from echelon.data.download.unpacking import unpack
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "fleet_resnet50.py"
 IMAGES, CLASSES = 24, 3

@@ -1,6 +1,5 @@
 """Downloads files, each complete and verified or absent: by http(s), s3, gs, hdfs, or from a path."""
 
-from echelon.data.download.dataset_cache import local
-from echelon.data.download.downloader import Downloader
+from echelon.data.download.downloader import Downloader, local
 
 __all__ = ["Downloader", "local"]

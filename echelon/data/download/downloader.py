@@ -1,22 +1,32 @@
-"""``Downloader``: downloads the files of a spec into a folder, once per host."""
+"""``Downloader``: downloads the files of a spec into a folder, once per host, and unpacks archives if it says so."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import tarfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from echelon.base.errors import UsageError
+from echelon.base.environment import CACHE_HOME, DATA_DIR
+from echelon.base.errors import DataError, UsageError, one_line
+from echelon.base.formatting import size as bytes_in_words
 from echelon.data.download.file_download import DownloadStopped, FileFetcher, explain_os_errors
-from echelon.data.download.progress import Progress
-from echelon.data.download.spec import WORKINGS, RemoteFile
-from echelon.data.download.spec_origin import Origin
-from echelon.data.download.unpacking import ARCHIVE, unpack
+from echelon.data.download.one_per_host import one_per_host
+from echelon.data.download.spec import WORKINGS, Origin, RemoteFile
+from echelon.data.download.url_source import is_remote, path_of
 from echelon.distributed import world
+
+ARCHIVE = ".tar"
+SPEC_ENDINGS = (".yaml", ".yml", ".json")
+#: Seconds between two lines of progress.
+PROGRESS_EVERY = 5.0
 
 
 class Downloader:
@@ -60,8 +70,6 @@ class Downloader:
         aloud = not self._quiet and (job is None or job.rank == 0)
         if job is None or job.control is None:  # no other ranks to wait for: file locks let one process download
             return [self._out / name for name in self._fetch_here(stop, aloud)]
-        from echelon.data.download.one_per_host import one_per_host
-
         one_per_host(job, lambda: self._leave_names(self._fetch_here(stop, aloud)), stop)
         return [self._out / name for name in json.loads(self._notes.read_text())]
 
@@ -76,8 +84,9 @@ class Downloader:
             if wanted.spec.unpack and file.name.endswith(ARCHIVE):
                 with explain_os_errors(self._out):
                     unpack(self._out, file.name)
+            progress.finished_one()
 
-        _in_threads(files, fetch, progress, self._parallel or wanted.spec.parallel, stop)
+        _in_threads(files, fetch, self._parallel or wanted.spec.parallel, stop)
         progress.end()
         return [file.name for file in files]
 
@@ -89,12 +98,101 @@ class Downloader:
             draft.replace(self._notes)
 
 
+def local(dataset_dir: str | os.PathLike[str], cache: Path | None = None) -> Path:
+    """Return the local path of the data.
+
+    A path is returned unchanged. For the URL of a spec (.yaml, .json) the files are downloaded, and their folder is
+    returned; any other URL is one file, such as an archive: it is downloaded, not unpacked; its path is returned. In a
+    job every rank calls this.
+    """
+    url = os.fspath(dataset_dir)
+    if not is_remote(url):
+        return path_of(url)
+    folder = (cache or default_cache()) / hashlib.sha256(url.encode()).hexdigest()[:16]
+    path = urlsplit(url).path
+    if path.lower().endswith(SPEC_ENDINGS):
+        Downloader(url, folder).fetch()
+        return folder
+    name = unquote(path).rpartition("/")[2] or "data"
+    return Downloader({"files": [{"name": name, "url": url}]}, folder).fetch()[0]
+
+
+def default_cache() -> Path:
+    if given := os.environ.get(DATA_DIR):
+        return Path(given).absolute()
+    base = os.environ.get(CACHE_HOME, "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "echelon" / "data"
+
+
+class Progress:
+    """Counts files and bytes from many threads; prints if ``aloud``."""
+
+    def __init__(self, files: int, aloud: bool) -> None:
+        self._files, self._aloud = files, aloud
+        self._done = self._bytes = self._told = 0
+        self._since = self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def came(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+            now = time.monotonic()
+            if now - self._last < PROGRESS_EVERY:
+                return
+            speed, self._told = (self._bytes - self._told) / (now - self._last), self._bytes
+            self._last = now
+        self._say(f"{self._done} of {self._files} files, {bytes_in_words(self._bytes)}, {speed / 1e6:.1f} MB/s")
+
+    def finished_one(self) -> None:
+        with self._lock:
+            self._done += 1
+
+    def end(self) -> None:
+        """Print the total, if anything was downloaded."""
+        if self._bytes:
+            seconds = max(time.monotonic() - self._since, 1e-9)
+            fetched, speed = bytes_in_words(self._bytes), self._bytes / seconds / 1e6
+            self._say(f"{self._files} files are here, {fetched} fetched in {seconds:.1f} s ({speed:.1f} MB/s)")
+
+    def _say(self, text: str) -> None:
+        if self._aloud:
+            print(f"echelon: {text}", flush=True)
+
+
+def unpack(folder: Path, name: str) -> None:
+    """Unpack one archive of ``folder`` into it, unless this version of it has been unpacked.
+
+    Threads and processes take turns: archives may contain the same folders; tarfile fails if a folder appears while it
+    creates it. Nothing can be written outside of the folder: tarfile's "data" filter refuses such names and links,
+    devices, and setuid programs.
+    """
+    archive = folder / name
+    known = archive.stat()
+    version = f"{known.st_size} {known.st_mtime_ns}"
+    note = folder / WORKINGS / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.unpacked"
+    with (folder / WORKINGS / "unpacking.lock").open("a") as turn, note.open("a+") as handle:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        handle.seek(0)
+        if handle.read() == version:
+            return
+        handle.truncate(0)
+        _extract(archive, folder)
+        handle.write(version)
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    try:
+        with tarfile.open(archive) as opened:
+            members = opened.getmembers()
+            if any(Path(member.name).parts[:1] == (WORKINGS,) for member in members):
+                raise DataError(f"{archive} holds '{WORKINGS}', where downloads are kept count of; rename it there")
+            opened.extractall(folder, members, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise DataError(f"{archive} cannot be unpacked: {one_line(error)}; is it a whole tar file?") from None
+
+
 def _in_threads(
-    files: Sequence[RemoteFile],
-    fetch: Callable[[RemoteFile], None],
-    progress: Progress,
-    parallel: int,
-    stop: threading.Event,
+    files: Sequence[RemoteFile], fetch: Callable[[RemoteFile], None], parallel: int, stop: threading.Event
 ) -> None:
     """Fetch files in threads; the first failure stops the rest and is raised here."""
     waiting, taking, failures = iter(files), threading.Lock(), list[BaseException]()
@@ -107,7 +205,6 @@ def _in_threads(
                 return
             try:
                 fetch(file)
-                progress.finished_one()
             except BaseException as error:
                 failures.append(error)
                 stop.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 from echelon.base.errors import DataError, EchelonError, PeerLost, UsageError, one_line
 from echelon.distributed.world import World
@@ -21,11 +22,13 @@ def one_per_host(world: World, work: Callable[[], None], stop: threading.Event) 
     from echelon.distributed.collectives import gather_json
 
     assert world.control is not None
-    working = _Working(work) if world.place.local_rank == 0 else None
+    result: Future[None] = Future()
+    if works := world.place.local_rank == 0:
+        threading.Thread(target=_run, args=(work, result), name="echelon-download", daemon=True).start()
     pause = SHORTEST
     try:
         while True:
-            mine = working.state(pause) if working else "done"
+            mine = _state(result, pause) if works else "done"
             states = gather_json(mine, world.control)
             _raise_first(states, world)
             if all(state == "done" for state in states):
@@ -37,38 +40,25 @@ def one_per_host(world: World, work: Callable[[], None], stop: threading.Event) 
         ) from error
     finally:
         stop.set()
-        if working:
-            working.join()
+        if works:
+            wait([result], LONGEST)  # until the work sees ``stop``; a request that blocks ends with the process
 
 
-class _Working:
-    """The work in its thread, and its result."""
+def _run(work: Callable[[], None], result: Future[None]) -> None:
+    try:
+        work()
+        result.set_result(None)
+    except BaseException as error:  # _state() reports it to all ranks
+        result.set_exception(error)
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="echelon-download", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # state() reports it to all ranks
-            self._error = error
-
-    def state(self, patience: float) -> str | dict[str, str]:
-        self._thread.join(patience)
-        if self._thread.is_alive():
-            return "working"
-        if self._error is None:
-            return "done"
-        ours = isinstance(self._error, EchelonError)
-        kind = "usage" if isinstance(self._error, UsageError) else "data"
-        return {kind: str(self._error) if ours else f"{type(self._error).__name__}: {one_line(self._error)}"}
-
-    def join(self) -> None:
-        """Wait until the work has seen ``stop``. If it is blocked in a request, its thread ends with the process."""
-        self._thread.join(LONGEST)
+def _state(result: Future[None], patience: float) -> str | dict[str, str]:
+    if not wait([result], patience).done:
+        return "working"
+    if (error := result.exception()) is None:
+        return "done"
+    kind = "usage" if isinstance(error, UsageError) else "data"
+    return {kind: str(error) if isinstance(error, EchelonError) else f"{type(error).__name__}: {one_line(error)}"}
 
 
 def _raise_first(states: list[str | dict[str, str]], world: World) -> None:

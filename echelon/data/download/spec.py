@@ -1,22 +1,34 @@
-"""Parses a download spec, written by hand or by ``sha256sum``, into validated names, URLs and checksums.
+"""Loads a download spec from its origin, and parses it into validated names, URLs and checksums.
 
+The origin also decides which host receives the token.
 A spec may come from an untrusted source: it is only data, bounded in size, and no name in it leads out of the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from echelon.base.config import build, require, strict
 from echelon.base.errors import DataError, UsageError, one_line
-from echelon.data.download import fleet_spec
-from echelon.data.download.url_source import WEB, is_remote, redact_url, scheme_of
+from echelon.data.download.url_source import (
+    WEB,
+    Access,
+    RetryableDownloadError,
+    backoff,
+    host_of,
+    is_remote,
+    open_url,
+    redact_url,
+    scheme_of,
+)
 
 #: Byte limits. YAML takes a second per megabyte; longer lists belong in ``list``, with a microsecond per line.
 SPEC_BYTES, LIST_BYTES = 8 << 20, 256 << 20
@@ -29,7 +41,17 @@ _DIGITS = r"(?P<digits>[0-9a-fA-F]{32}|[0-9a-fA-F]{64})"
 _CHECKSUM_FIRST = re.compile(rf"{_DIGITS}[ \t]+\*?(?P<name>.+)")
 _NAME_FIRST = re.compile(rf"(?P<name>.+?)[ \t]+{_DIGITS}")  # the format of Fleet's filelist.txt
 
-T = TypeVar("T", bound="SpecFileEntry | Spec")
+_FLEET_PLACE = ("fs.default.name", "fs_name")
+#: Keys of Paddle Fleet's yaml: credentials and programs, and the environment variable that is read instead.
+_FLEET_ENVIRONMENT = {
+    "hadoop.job.ugi": "HADOOP_USER_NAME",
+    "fs_ugi": "HADOOP_USER_NAME",
+    "hadoop_home": "HADOOP_HOME",
+    "java_home": "JAVA_HOME",
+}
+#: The defaults of a Fleet folder: names with their md5, names of further files, and archives to unpack.
+_FLEET_FOLDER = {"list": "filelist.txt", "meta": "meta.txt", "unpack": True}
+_FLEET_KEYS = ("bos_path", "data_path", *_FLEET_PLACE, *_FLEET_ENVIRONMENT)
 
 
 @strict
@@ -84,8 +106,22 @@ class Spec:
 
     @staticmethod
     def in_our_names(given: Mapping[Any, Any], label: str) -> Mapping[Any, Any]:
-        """Translate the keys of Fleet's yaml."""
-        return fleet_spec.in_our_names(given, label)
+        """Translate the keys of Paddle Fleet's yaml: ``bos_path``, or the keys of HDFS."""
+        found = {key: given[key] for key in _FLEET_KEYS if key in given}
+        if not found:
+            return given
+        refused = {key: _FLEET_ENVIRONMENT[key] for key in found if key in _FLEET_ENVIRONMENT}
+        if refused:
+            variables = " and ".join(dict.fromkeys(refused.values()))
+            raise UsageError(
+                f"{label}: {', '.join(refused)}: a spec names no users and no programs; set {variables} in the "
+                "environment, and leave it out"
+            )
+        if "base" in given:
+            raise UsageError(f"{label} has both 'base' and '{next(iter(found))}'; keep one")
+        rest = {key: value for key, value in given.items() if key not in found}
+        named = {} if "files" in given or "list" in given else _FLEET_FOLDER
+        return {"base": _fleet_base(found, label), **named, **rest}
 
 
 @dataclass(frozen=True)
@@ -96,6 +132,49 @@ class RemoteFile:
     url: str
     checksum: tuple[str, str] | None = None
     size: int | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedSpec:
+    """A spec with its list of files."""
+
+    files: list[RemoteFile]
+    spec: Spec
+    access: Access
+
+
+class Origin:
+    """A spec as given. A local spec is read and validated at once, a remote one when it is needed."""
+
+    def __init__(self, given: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        self.url = "" if isinstance(given, Mapping) else os.fspath(given)
+        self._folder = folder_of(self.url)
+        self._spec = make_spec(dict(given)) if isinstance(given, Mapping) else None
+        if self.url and not is_remote(self.url):
+            self._spec = parse_spec(_text(self.url, Access(), SPEC_BYTES, "spec"), self.url)
+
+    def wanted(self, token: str = "") -> ResolvedSpec:
+        spec = self._spec or parse_spec(
+            _text(self.url, Access(60.0, token, host_of(self.url)), SPEC_BYTES, "spec"), self.url
+        )
+        base = joined(self._folder, spec.base or "")
+        listed = joined(base, spec.list) if spec.list else ""
+        access = Access(spec.timeout, token, self._trusted(listed or base) if token else "")
+        if not listed:
+            return ResolvedSpec(files_of(spec, self._folder), spec, access)
+        text = _text(listed, access, LIST_BYTES, "file list", spec.retries)
+        meta = joined(base, spec.meta) if spec.meta else ""
+        further = _text(meta, access, LIST_BYTES, "file list", spec.retries) if meta else ""
+        return ResolvedSpec(files_listed(spec, text, further, listed, self._folder), spec, access)
+
+    def _trusted(self, home: str) -> str:
+        """Return the host that receives the token. A remote spec cannot choose it: it is the spec's own host."""
+        home = self.url if is_remote(self.url) else home
+        if scheme_of(home) not in WEB:
+            raise UsageError(
+                f"a token is for http(s), but the files are at '{redact_url(home)}'; leave it out, or give a base"
+            )
+        return host_of(home)
 
 
 def parse_spec(text: str, source: str) -> Spec:
@@ -126,6 +205,36 @@ def files_listed(spec: Spec, text: str, further: str, source: str, folder: str) 
     names = (line.strip() for line in further.splitlines())
     entries = (*_entries(text, redact_url(source)), *(SpecFileEntry(name=name) for name in names if name))
     return _checked((_file(entry, base, folder) for entry in entries), folder)
+
+
+def _text(url: str, access: Access, limit: int, what: str, retries: int = Spec.retries) -> str:
+    """Read a small file as text, with retries; ``limit`` in bytes guards against endless responses."""
+    for failures in range(retries + 1):
+        try:
+            data = _read(url, access, limit, what)
+            break
+        except RetryableDownloadError as lost:
+            if failures == retries:
+                raise DataError(
+                    f"{what} {redact_url(url)}: {lost} ({retries + 1} attempts); is the server there?"
+                ) from None
+            time.sleep(lost.pause if lost.pause is not None else backoff(failures))
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{what} '{redact_url(url)}' is not text in UTF-8; is it the right file?") from None
+
+
+def _read(url: str, access: Access, limit: int, what: str) -> bytes:
+    data = bytearray()
+    with contextlib.closing(open_url(url, access)) as opened:
+        while chunk := opened.read(1 << 16):
+            data += chunk
+            if len(data) > limit:
+                raise DataError(f"{what} '{redact_url(url)}' is larger than {limit:,} bytes; is it the right file?")
+    if opened.size is not None and len(data) < opened.size:
+        raise RetryableDownloadError(f"it ended after {len(data):,} of {opened.size:,} bytes")
+    return bytes(data)
 
 
 def _entries(text: str, source: str) -> Iterable[SpecFileEntry]:
@@ -192,6 +301,15 @@ def folder_of(url: str) -> str:
     """Return the folder of a file. A query belongs to the file, not to its folder."""
     url = url.split("?", 1)[0] if scheme_of(url) in WEB else url
     return url.rpartition("/")[0] if scheme_of(url) else os.path.dirname(url)
+
+
+def _fleet_base(found: Mapping[str, Any], source: str) -> Any:
+    if "bos_path" in found:
+        return found["bos_path"]
+    place = next((str(found[key]) for key in _FLEET_PLACE if key in found), "")
+    if "data_path" not in found:
+        raise UsageError(f"{source}: '{next(iter(found))}' needs data_path beside it, the folder in that file system")
+    return f"{place.rstrip('/')}/{str(found['data_path']).lstrip('/')}" if place else found["data_path"]
 
 
 def _without_repeats(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
