@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from echelon.base.console import say
 from echelon.base.environment import WAIT_LINES, WAIT_NOTICE
 
 #: Seconds of waiting before the line is printed, unless the environment sets another value.
@@ -78,7 +79,7 @@ class WaitNotice:
 
 def say_wait(line: str, awaited: str) -> None:
     """Print a line about a wait of the launcher itself, whose stderr is the console."""
-    print(f"echelon: {line}", file=sys.stderr, flush=True)
+    say(line)
 
 
 def print_wait(line: str, awaited: str) -> None:

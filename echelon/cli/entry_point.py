@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from echelon.base.console import say
 from echelon.base.errors import EchelonError, UsageError
 from echelon.base.user_traceback import format_error
 from echelon.cli.app import app
@@ -30,11 +31,11 @@ def _exit_code() -> int:
     try:
         return int(app(prog_name="echelon", standalone_mode=False) or 0)
     except ParseError as error:
-        print(f"echelon: {explain(error)}", file=sys.stderr)
+        say(explain(error))
         return 2
     except EchelonError as error:
         print(format_error(error), end="", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except (KeyboardInterrupt, typer.Abort):
-        print("echelon: stopped by SIGINT", file=sys.stderr)
+        say("stopped by SIGINT")
         return 130

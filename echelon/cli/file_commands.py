@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from echelon.base.console import say
 from echelon.cli.preflight import require_path
 
 
@@ -26,14 +27,14 @@ def export(
         from echelon.parameter_server.persistence.table_export import export_checkpoint
 
         count = export_checkpoint(checkpoint, out, table)
-        print(f"echelon: {count:,} rows of {checkpoint} written to {out}")
+        say(f"{count:,} rows of {checkpoint} written to {out}", stdout=True)
         return
     from echelon.checkpoint import export as write
     from echelon.checkpoint import find
 
     found = find(checkpoint)
     count = write(found, out, ema=ema)
-    print(f"echelon: {count} tensors of {found} written to {out}")
+    say(f"{count} tensors of {found} written to {out}", stdout=True)
 
 
 def fetch_data(
@@ -52,4 +53,4 @@ def fetch_data(
     from echelon.data import Downloader
 
     given = Downloader(spec, out, worker=part, workers=parts, parallel=parallel, token_env=token_env)
-    print(f"echelon: {len(given.fetch())} files in {out}, as {spec.split('?')[0]} has them")
+    say(f"{len(given.fetch())} files in {out}, as {spec.split('?')[0]} has them", stdout=True)

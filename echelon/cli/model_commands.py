@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from echelon.base.console import say
 from echelon.cli.options import AsJson
 from echelon.cli.parsing import EchelonCommand, EchelonGroup
 
@@ -56,4 +57,4 @@ def zoo_copy(
     require_name(name)
     from echelon.zoo.copy_script import copy_model
 
-    print(f"echelon: {copy_model(name, out)}")
+    say(copy_model(name, out), stdout=True)

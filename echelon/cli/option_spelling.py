@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from echelon.base.console import say
 
 #: command -> {former name of an option: present name}; former names still work
 RENAMED: Mapping[str, Mapping[str, str]] = {
@@ -52,7 +53,7 @@ def respell(
     for at in option_places(words, taking, script_is_last=script_is_last):
         name, equals, value = dashed(words[at]).partition("=")
         if name in names:
-            print(f"echelon: {name} is called {names[name]} now", file=sys.stderr)
+            say(f"{name} is called {names[name]} now")
         if (today := names.get(name, name)) in known:
             found[at] = today + equals + value
     return found

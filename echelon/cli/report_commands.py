@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from echelon.base.console import say
 from echelon.cli.options import AsJson, LogDirectory
 
 
@@ -28,7 +29,7 @@ def report(
     """Make one page of a run: curves, plan, time, memory, ranks, settings and events."""
     from echelon.cli.commands.report import report as write
 
-    print(f"echelon: {write(directory, out)} written")
+    say(f"{write(directory, out)} written", stdout=True)
 
 
 def watch(

@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.cli.option_spelling import RENAMED, dashed
 from echelon.cli.parsing import option_names, valued_options
@@ -26,7 +27,7 @@ def say_strayed(context: Any) -> None:
         return
     args = context.params["args"]
     context.params["args"] = ["--", *args]  # launchers on other hosts get these arguments and do not repeat the line
-    print(f"echelon: {_told(context, words)}", file=sys.stderr, flush=True)
+    say(_told(context, words))
 
 
 def refuse_strayed(context: Any) -> None:

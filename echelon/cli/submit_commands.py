@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.cli.options import Args, Module
 from echelon.cli.parsing import EchelonCommand, EchelonGroup
@@ -130,7 +131,7 @@ def k8s(
     if dry_run:
         print(kubernetes.manifest(asked), end="")
     else:
-        print(f"echelon: {kubernetes.submit(asked, out)}")
+        say(kubernetes.submit(asked, out), stdout=True)
 
 
 def _pods(nnodes: str) -> tuple[int | None, int]:

@@ -40,8 +40,11 @@ class TensorRegion(NamedTuple):
 
     @staticmethod
     def from_json(plain: Sequence[Any]) -> TensorRegion:
-        name, dtype, *numbers = plain
-        return TensorRegion(name, getattr(torch, dtype), *map(tuple, numbers))
+        name, word, *numbers = plain
+        dtype = getattr(torch, word, None)
+        if not isinstance(dtype, torch.dtype):  # it came from another process
+            raise ValueError(f"'{word}' is no dtype")
+        return TensorRegion(name, dtype, *map(tuple, numbers))
 
 
 def narrow(tensor: Tensor, begins: Sequence[int], sizes: Sequence[int]) -> Tensor:

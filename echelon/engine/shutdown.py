@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from echelon.base.console import say
 from echelon.base.errors import EchelonError
 
 
@@ -33,6 +34,6 @@ class ExitHook:
         try:
             self._finish(getattr(sys, "last_value", None))
         except EchelonError as error:  # for example, the last checkpoint failed in the background
-            print(f"echelon: {error}", file=sys.stderr, flush=True)
+            say(str(error))
             sys.stdout.flush()
             os._exit(1)  # an exit handler has no other way to set the exit code

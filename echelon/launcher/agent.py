@@ -15,6 +15,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from echelon.base.console import say
 from echelon.base.environment import REQUEUE
 from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure, first_cause, read_record
@@ -308,7 +309,3 @@ class HostAgent(LocalElasticAgent):
             if not self._succeeded:
                 end_sessions(self._sessions)
                 self._sessions = []
-
-
-def say(line: str) -> None:
-    print(f"echelon: {line}", file=sys.stderr, flush=True)

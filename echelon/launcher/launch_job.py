@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from echelon.base.console import say
 from echelon.base.environment import (
     BOUND_MARK,
     COPIES,
@@ -69,7 +70,7 @@ def launch(job: Job) -> int:
     install_launcher_signal_handlers()
     _forget_surrounding_job()
     if job.one_host and job.master is not None:
-        _say("--master is not needed for a job on one host and is left out")
+        say("--master is not needed for a job on one host and is left out")
     try:
         with tempfile.TemporaryDirectory(prefix="echelon-") as records, OrphanReaper(records) as guard:
             return _run_ranks(job, Path(records), guard) if job.roles is None else _run_roles(job, Path(records), guard)
@@ -112,7 +113,7 @@ def _run_ranks(job: Job, records: Path, guard: OrphanReaper) -> int:
         companions = _companions(job, address, records)
         for companion in companions:
             closing.callback(companion.close)
-        muster = open_rendezvous(job, address, lambda: _cards(companions), _say)
+        muster = open_rendezvous(job, address, lambda: _cards(companions), say)
         ranks = RankEnvironment(job.log_dir, records)
         agent = HostAgent(job, muster, ranks, guard, socket.gethostname(), GracefulStopMarkers(records), companions)
         try:
@@ -138,7 +139,7 @@ def _run_agent(agent: HostAgent, muster: LauncherRendezvous) -> int:
         agent.note("ended", f"stopped by {end.number.name} after saving")
         return _left(end)
     except SpareHostReleased as end:
-        _say(str(end))
+        say(str(end))
         return 0
     except SignalException as stop:
         last_word = f"it was stopped by {stop.sigval.name}"
@@ -157,7 +158,7 @@ def _run_agent(agent: HostAgent, muster: LauncherRendezvous) -> int:
 def _companions(job: Job, address: str, records: Path) -> list[AgentPlugin]:
     """Return the plugins of this launcher."""
     companions: list[AgentPlugin] = [
-        StartupWaitPlugin(records, _say),
+        StartupWaitPlugin(records, say),
         StallPlugin(job.stall, ends=job.on_stall == "end"),
     ]
     if job.copies:
@@ -194,7 +195,7 @@ def _run_roles(job: Job, records: Path, guard: OrphanReaper) -> int:
     if job.timeline is not None:
         _tell_timeline()
     if status and session.holds_state():
-        _say(f"the servers' state is in {session.state}; to go on from it, add --state {session.state}")
+        say(f"the servers' state is in {session.state}; to go on from it, add --state {session.state}")
     else:
         session.forget()
     return status
@@ -205,16 +206,16 @@ def _tell_timeline() -> None:
     from echelon.observability.trace.trace_report import conclude
 
     for line in conclude(given_directory()):
-        _say(line)
+        say(line)
 
 
 def _report(failure: Failure) -> None:
-    _say(failure.line)
+    say(failure.line)
     if failure.traceback:
         print(failure.traceback.rstrip(), file=sys.stderr)
     if failure.log:
         here = "" if failure.host == socket.gethostname() else f" on {failure.host}"
-        _say(f"its log is {failure.log}{here}")
+        say(f"its log is {failure.log}{here}")
 
 
 def _tell_others(muster: LauncherRendezvous, why: str, exit_code: int) -> bool:
@@ -225,14 +226,10 @@ def _tell_others(muster: LauncherRendezvous, why: str, exit_code: int) -> bool:
 
 
 def _left(end: HostPreempted) -> int:
-    _say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
+    say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
     return REQUEUE
 
 
 def _stopped(stop: SignalException) -> int:
-    _say(f"stopped by {stop.sigval.name}; no process is left")
+    say(f"stopped by {stop.sigval.name}; no process is left")
     return 128 + int(stop.sigval)
-
-
-def _say(line: str) -> None:
-    print(f"echelon: {line}", file=sys.stderr, flush=True)

@@ -17,9 +17,10 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from echelon.base.console import say
 from echelon.base.environment import BOUND_MARK, REQUEUE, RESTART_COUNT
 from echelon.distributed import rank_main as worker_program
-from echelon.launcher.agent import GRACE, LOOK, NO_GRACE, HostPreempted, JobFailed, say
+from echelon.launcher.agent import GRACE, LOOK, NO_GRACE, HostPreempted, JobFailed
 from echelon.launcher.failure import Failure, first_cause
 from echelon.launcher.graceful_stop import GracefulStopMarkers, all_stopped_gracefully, request_graceful_stop
 from echelon.launcher.job import Job

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.run_directory import existing_directory, records_elsewhere
 from echelon.tools.report.page_server import link, open_server
@@ -36,7 +37,7 @@ def report(directory: str, out: str | None) -> Path:
 def watch(directory: str, host: str, port: int) -> None:
     """Serve the page of a run until Ctrl-C."""
     with open_server(existing_directory(directory), host, port) as server:
-        print(f"echelon: watching '{directory}' at {link(server, host)} (Ctrl-C ends it)", flush=True)
+        say(f"watching '{directory}' at {link(server, host)} (Ctrl-C ends it)", stdout=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

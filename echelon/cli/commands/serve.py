@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from echelon.base.console import say
 from echelon.base.environment import PADDLE_SERVERS, PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.security import Security
@@ -49,6 +49,6 @@ def serve_by_hand(
         else:
             code = serve(role, state=None if state is None else Path(state), security=security)
     except PeerLost as error:
-        print(f"echelon: {error}", file=sys.stderr)
+        say(str(error))
         code = 1
     end(code)

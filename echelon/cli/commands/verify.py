@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from echelon.base.console import say
 from echelon.base.environment import LOG_DIR, PLAN, RECORD_DIR
 from echelon.base.errors import UsageError
 from echelon.launcher.job import Job
@@ -80,7 +81,7 @@ def _compared(asked: VerifyOptions, question: VerifyRequest) -> Verdict:
     alone = replace(question, role="reference")
     _run_alone(asked, alone)
     if alone.noted("passes") is not None:
-        _say("one process adds up other numbers of losses for an update: once more, in step with the ranks")
+        say("one process adds up other numbers of losses for an update: once more, in step with the ranks")
         _run_alone(asked, replace(alone, passes=int(alone.noted("passes") or 0)))
     plan, reference = question.answered("plan"), question.answered("reference")
     assert plan is not None
@@ -94,7 +95,7 @@ def _reconsidered(asked: VerifyOptions, room: str, verdict: Verdict) -> Verdict:
     Runs that differ only after the first step may differ by rounding errors, which some models and optimizers amplify.
     In float64 rounding errors stay small, but a bug does not. If the script fails in float64, the first verdict holds.
     """
-    _say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
+    say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
     wide = Path(room, "wide")
     wide.mkdir()
     with contextlib.suppress(UsageError, RunsNotComparable):
@@ -145,7 +146,7 @@ def _job(asked: VerifyOptions, room: str) -> Job:
 def _run_ranks(asked: VerifyOptions, job: Job, question: VerifyRequest) -> None:
     from echelon.launcher.launch_job import launch
 
-    _say(f"1 of 2: {asked.script} on {job.procs} processes, {asked.steps} steps")
+    say(f"1 of 2: {asked.script} on {job.procs} processes, {asked.steps} steps")
     os.environ |= question.ask()
     with _to_stderr():
         code = launch(job)
@@ -153,7 +154,7 @@ def _run_ranks(asked: VerifyOptions, job: Job, question: VerifyRequest) -> None:
 
 
 def _run_alone(asked: VerifyOptions, question: VerifyRequest) -> None:
-    _say(f"2 of 2: {asked.script} in one process, given their batches together")
+    say(f"2 of 2: {asked.script} in one process, given their batches together")
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | question.ask()
     words = ["-m", asked.script] if asked.module else [asked.script]
     args = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
@@ -216,7 +217,3 @@ def launcher_words(procs: int | None, gpus: str | None, planned: str | None) -> 
         procs = max(2, torch.cuda.device_count())
     given = {"--procs": procs, "--gpus": gpus, "--plan": planned}
     return [word for name, value in given.items() if value is not None for word in (name, str(value))]
-
-
-def _say(line: str) -> None:
-    print(f"echelon: {line}", file=sys.stderr, flush=True)

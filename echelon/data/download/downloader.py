@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from echelon.base.console import say
 from echelon.base.environment import CACHE_HOME, DATA_DIR
 from echelon.base.errors import DataError, UsageError, one_line
 from echelon.base.formatting import size as bytes_in_words
@@ -156,7 +157,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         if self._aloud:
-            print(f"echelon: {text}", flush=True)
+            say(text, stdout=True)
 
 
 def unpack(folder: Path, name: str) -> None:

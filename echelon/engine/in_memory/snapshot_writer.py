@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.base.console import say
 from echelon.base.formatting import size as size_text
 from echelon.checkpoint.in_memory import snapshot_wire
 from echelon.checkpoint.in_memory.replicator import TROUBLE, Replicator
@@ -270,7 +270,7 @@ class SnapshotWriter:
         """Stop taking snapshots and log why. Training continues, and the last complete snapshots stay."""
         self._stopped = True
         if failure is not None and self._world.rank != 0:
-            print(f"echelon: rank {self._world.rank} keeps no more copies: {failure}", file=sys.stderr, flush=True)
+            say(f"rank {self._world.rank} keeps no more copies: {failure}")
         ranks = ", ".join(map(str, failing))
         self._say(f"no more copies in memory from step {self._step + 1} on: rank {ranks}: {failure or 'see its log'}")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from echelon.base.console import say
 from echelon.base.environment import TOKEN, TOKEN_FILE
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.job_secret import find_token
@@ -265,7 +266,7 @@ class RayJob:
         host.code = -1
         again = self._request.replaces and not self._asked and any(one.code is None for one in self._hosts)
         then = "; another takes its place as soon as the cluster has one" if again else ""
-        _say(f"the Ray node of host {host.index} ({host.name or 'which had not come'}) was lost{then}")
+        say(f"the Ray node of host {host.index} ({host.name or 'which had not come'}) was lost{then}")
         if again and host.index < self._request.least:
             self._start(self._host_in_bundle(host.index, replacement=True))
 
@@ -346,7 +347,3 @@ def _nodes_with(bundle: Mapping[str, float], nodes: list[dict[str, Any]]) -> lis
         for node in nodes
         if node["Alive"] and all(node["Resources"].get(name, 0) >= count for name, count in bundle.items())
     ]
-
-
-def _say(line: str) -> None:
-    print(f"echelon: {line}", file=sys.stderr, flush=True)

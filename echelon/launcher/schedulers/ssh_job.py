@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from echelon.base.console import say
 from echelon.launcher.schedulers.host_list import HostListEntry
 from echelon.launcher.schedulers.ssh_connection import SshConnection
 
@@ -93,14 +93,14 @@ class SshJob:
         left = len(self._here) - len(self._ends)
         if not end.connection.started:
             goes_on = self._elastic and left >= self._least
-            _say(end.line + ("; the job goes on without it" if goes_on else ""))
+            say(end.line + ("; the job goes on without it" if goes_on else ""))
             if not goes_on:
                 self._hang_up()
         elif self._elastic and left >= self._least:
             self._untold.append(end)
         else:
             if end.connection.by_ssh and end.code == SSH_FAILED:
-                _say(end.line)
+                say(end.line)
             self._deadline = min(self._deadline, end.at + self._patience)
 
     def _tell_late(self) -> None:
@@ -108,7 +108,7 @@ class SshJob:
         ready = [end for end in self._untold if time.monotonic() > end.at + _TOGETHER]
         for end in ready:
             self._untold.remove(end)
-            _say(f"{end.line}; the job goes on without it")
+            say(f"{end.line}; the job goes on without it")
 
     def _hang_up(self) -> None:
         for connection in self._here:
@@ -128,7 +128,3 @@ class SshJob:
         last = started[-1].code if started else otherwise
         told = next((end.code for end in started if end.connection.first), last)
         return 1 if told == SSH_FAILED else told
-
-
-def _say(line: str) -> None:
-    print(f"echelon: {line}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import activity
 from echelon.observability.metrics.deferred_scalar import DeferredScalar
@@ -79,7 +80,7 @@ class MetricsLogger:
     def say(self, text: str) -> None:
         """Print a line on rank 0 that is not part of a record."""
         if self._speaks and self._log.console:
-            print(f"echelon: {text}", flush=True)
+            say(text, stdout=True)
 
     def foretell(self, seconds: float, memory: float, held: float) -> None:
         """Compare the predicted time and memory of a step with measurements after some steps.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from echelon.base.console import say
 from echelon.base.errors import CheckpointError, EchelonError, PeerLost, UsageError, nearest
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, check, fill, save_part
 from echelon.parameter_server.persistence.file_record import encode
@@ -236,7 +236,7 @@ class ShardPersistence:
             self.snapshot()
         except EchelonError as error:
             if not self._closed:
-                print(f"echelon: no snapshot of server {self._shard.server}: {error}", file=sys.stderr, flush=True)
+                say(f"no snapshot of server {self._shard.server}: {error}")
                 self._stopped.wait(AFTER_FAILURE)
 
     # ---- checkpoints ----

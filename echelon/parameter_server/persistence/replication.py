@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from echelon.base.console import say
 from echelon.base.errors import CheckpointError, EchelonError, first_line
 from echelon.checkpoint.os_errors import cannot_write
 from echelon.parameter_server.persistence.journal import segment_number
@@ -185,7 +185,7 @@ class RemoteReplica:
 
     def _say(self, what: str) -> None:
         if not self._said:
-            print(f"echelon: server {self._server} {what}", file=sys.stderr, flush=True)
+            say(f"server {self._server} {what}")
         self._said = True
 
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from echelon.base.console import say
 from echelon.base.environment import PS_STATE
 from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.security import Security
@@ -87,7 +88,7 @@ class ParameterServerProcess:
     def hold(self) -> int:
         """Serve until the workers are done or a signal comes, and return the exit code."""
         count = len(self._role.endpoints)
-        print(f"echelon: server {self._role.index} of {count} is ready at {self._server.endpoint}", flush=True)
+        say(f"server {self._role.index} of {count} is ready at {self._server.endpoint}", stdout=True)
         try:
             self._revive()
             while not self._stop.wait(LOOK) and not self.shard.done():
@@ -226,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return serve(role, state=given.state, security=security)
     except EchelonError as error:
-        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         return 2 if isinstance(error, UsageError) else 1
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from echelon.base.console import say
 from echelon.base.security import Security
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, load_into, locate
@@ -24,7 +25,7 @@ def serve_checkpoint(role: Role, checkpoint: Path, security: Security) -> int:
     shard.install(job)
     step = load_into(shard, path)
     server = FlightServer(role.endpoints[role.index], shard.handle, security)
-    print(f"echelon: server {role.index} of {job.servers} serves step {step} at {server.endpoint}", flush=True)
+    say(f"server {role.index} of {job.servers} serves step {step} at {server.endpoint}", stdout=True)
     number = _signal()
     server.close()
     return 128 + number

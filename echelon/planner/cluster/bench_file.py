@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echelon.base.config import build, require, strict
+from echelon.base.console import say
 from echelon.base.environment import CACHE_HOME
 from echelon.base.errors import UsageError
 from echelon.planner.cluster.cluster import Link
@@ -128,10 +128,6 @@ def measurements(bench: str | Path | Literal[False] | None) -> BenchMeasurements
     except UsageError as error:
         say(f"{error}; until then plans take the catalogue's figures")
         return None
-
-
-def say(line: str) -> None:
-    print(f"echelon: {line}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

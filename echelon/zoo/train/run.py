@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import echelon
+from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.data import Loader
 from echelon.zoo.application import let_arrive, open_data, train_loader
@@ -186,7 +187,7 @@ class TrainingRun:
         if not echelon.is_first_worker():
             return
         for line in (*resolved_lines(self.resolved, self.directory), f"  data: {self.data.about}"):
-            print(f"echelon: {line}", flush=True)
+            say(line, stdout=True)
         if self.request["print_model_statistics"]:
             rows = getattr(self.data.train, "padded", self.data.train)  # a packed batch of two is mostly padding
             batch = next(iter(Loader(rows, batch_size=2, shuffle=False, **self.data.loader)))
