@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.cli.options import AllAsJson, Module, ScriptArgs
+from echelon.cli.options import AllAsJson, ScriptArgs
+from echelon.launcher.run_options import Module
 
 
 def doctor(

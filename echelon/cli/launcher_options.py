@@ -33,13 +33,14 @@ def launch_module(
     from echelon.cli import checked_job
     from echelon.cli.app import run_command
     from echelon.launcher.launch_job import launch
+    from echelon.launcher.run_options import RunOptions
     from echelon.launcher.schedulers.detect_scheduler import dispatch_to_scheduler
 
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
     with run_command().make_context("echelon train", [*words, "-m", module, *args]) as context:
         if (code := dispatch_to_scheduler(context, first)) is not None:
             return code
-        job = checked_job(**context.params)
+        job = checked_job(RunOptions(**context.params))
     if job.elastic is None and job.roles is None and job.plan is None:
         check(job.procs * job.nnodes)
     first()

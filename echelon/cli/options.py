@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")]
-Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Everything after the script is the script's.")]
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="A script's own arguments, after --.")]
 Inputs = Annotated[
     str | None,

@@ -9,9 +9,9 @@ import typer
 
 from echelon.base.console import say
 from echelon.base.errors import UsageError
-from echelon.cli.options import Args, Module
 from echelon.cli.parsing import EchelonCommand, EchelonGroup
 from echelon.cli.stray_options import refuse_strayed
+from echelon.launcher.run_options import Args, Module
 
 submit = typer.Typer(cls=EchelonGroup, help="Hand a job to a cluster: Slurm or Kubernetes.", no_args_is_help=True)
 _SCRIPT_IS_LAST = {"allow_interspersed_args": False}

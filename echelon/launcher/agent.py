@@ -93,7 +93,7 @@ class HostAgent(LocalElasticAgent):
         )
         super().__init__(spec, ranks)
         self._muster, self._ranks, self._guard, self._host = muster, ranks, guard, host
-        self._marks, self._companions, self._grace = marks, companions, job.grace
+        self._marks, self._companions, self._grace = marks, companions, job.options.grace
         self._sessions: list[int] = []
         self._succeeded = False
         self._notice = StopNotice()

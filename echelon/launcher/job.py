@@ -4,71 +4,57 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal
 
 from echelon.base import network
 from echelon.base.errors import UsageError, nearest
 from echelon.distributed import rank_main
 from echelon.launcher.rendezvous.host_options import at_least, check_node_rank, host_counts, meeting_points
-from echelon.launcher.role_assignment import MAX_RESTARTS, ParameterServerRoles
+from echelon.launcher.role_assignment import MAX_RESTARTS, ParameterServerRoles, check_roles
+from echelon.launcher.run_options import RunOptions
 from echelon.strategy.recorded_steps import check_steps
 
-#: Defaults of ``echelon run``, in seconds; see ``Job``.
-LAST_CALL, HOST_TIMEOUT, GRACE, STALL = 3.0, 30.0, 30.0, 60.0
+#: Lower limit of --host-timeout, in seconds.
 LEAST_HOST_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """Validated options: everything in them exists and fits together."""
+    """Validated options, in which everything exists and fits together, and the values that follow from them."""
 
-    program: str
-    args: tuple[str, ...]
-    module: bool
+    options: RunOptions
+    #: processes on this host; the workers, in a job with parameter servers
     procs: int
     #: number of hosts; the maximum for an elastic job
     nnodes: int
-    node_rank: int | None
+    #: minimum number of hosts
+    fewest: int
+    #: --nnodes as given, if it is a range
+    elastic: str | None
     #: endpoint of the rendezvous, and the endpoints to use if it is lost
     masters: tuple[tuple[str, int], ...]
     max_restarts: int
-    log_dir: Path
-    nic: str | None
-    visible_gpus: str | None
-    join_timeout: float
-    #: --nnodes as given, if it is a range
-    elastic: str | None = None
-    #: minimum number of hosts
-    fewest: int = 1
-    #: seconds without a new host after which a round with enough hosts begins
-    last_call: float = LAST_CALL
-    #: seconds without a heartbeat after which a host is lost
-    host_timeout: float = HOST_TIMEOUT
-    #: seconds for ranks to save and exit
-    grace: float = GRACE
     #: steps between in-memory snapshots of the ranks; 0: none
-    copies: int = 0
-    #: seconds that a rank may be late, 0: no limit; and the reaction: end or wait
-    stall: float = STALL
-    on_stall: Literal["end", "wait"] = "end"
-    #: True if ranks compare every call with one another before they make it
-    checked: bool = False
-    #: True if errors are shown with their whole traceback
-    traceback: bool = False
+    copies: int
+    log_dir: Path
+    visible_gpus: str | None
     #: the steps whose timeline is recorded, as text
-    timeline: str | None = None
+    timeline: str | None
     #: the file with the plan that the ranks run
-    plan: Path | None = None
-    #: roles of a job with parameter servers; ``procs`` is then the number of its workers
-    roles: ParameterServerRoles | None = None
+    plan: Path | None
+    #: roles of a job with parameter servers
+    roles: ParameterServerRoles | None
 
     @property
     def master(self) -> tuple[str, int] | None:
         return self.masters[0] if self.masters else None
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        args = self.options.args or []
+        return tuple(args[1:] if args[:1] == ["--"] else args)
 
     @property
     def one_host(self) -> bool:
@@ -77,8 +63,8 @@ class Job:
     @property
     def command(self) -> tuple[str, ...]:
         """The command of a rank or worker: rank_main.py, which then runs the user's program."""
-        kind = "module" if self.module else "script"
-        return (rank_main.__file__, str(os.getpid()), str(self.log_dir), kind, self.program, *self.args)
+        kind = "module" if self.options.module else "script"
+        return (rank_main.__file__, str(os.getpid()), str(self.log_dir), kind, self.options.script, *self.args)
 
     @property
     def processes(self) -> int:
@@ -86,81 +72,47 @@ class Job:
         return self.procs + (len(self.roles.servers) if self.roles else 0)
 
 
-def check(
-    program: str,
-    args: Sequence[str],
-    *,
-    module: bool,
-    procs: int | None,
-    gpus: str | None,
-    nnodes: int | str | None,
-    node_rank: int | None,
-    master: str | None,
-    max_restarts: int | None,
-    log_dir: str,
-    nic: str | None,
-    join_timeout: float,
-    last_call: float = LAST_CALL,
-    host_timeout: float = HOST_TIMEOUT,
-    grace: float = GRACE,
-    copies: int | None = None,
-    stall: float = STALL,
-    on_stall: str = "end",
-    checked: bool = False,
-    traceback: bool = False,
-    roles: ParameterServerRoles | None = None,
-    plan: str | None = None,
-    timeline: str | None = None,
-) -> Job:
+def check(options: RunOptions) -> Job:
     """Return a ``Job`` of the given options; raises a one-line ``UsageError``."""
-    if gpus is not None:
-        check_gpus(gpus)
+    roles, procs = check_roles(options), options.procs
+    if options.gpus is not None:
+        check_gpus(options.gpus)
     if procs is not None and roles is None:
         at_least(1, "--procs", procs)
     if roles is not None:
-        _check_no_ranks(procs, nnodes, node_rank)
-    fewest, hosts, elastic = (1, 1, None) if roles is not None else host_counts(nnodes)
-    restarts = (MAX_RESTARTS if roles is not None or elastic else 0) if max_restarts is None else max_restarts
+        _check_no_ranks(options)
+    fewest, hosts, elastic = (1, 1, None) if roles is not None else host_counts(options.nnodes)
+    restarts = options.max_restarts
+    if restarts is None:
+        restarts = MAX_RESTARTS if roles is not None or elastic else 0
     at_least(0, "--max-restarts", restarts)
-    _check_times(join_timeout, last_call, host_timeout, grace, stall)
-    if on_stall not in ("end", "wait"):
-        raise UsageError(f"--on-stall '{on_stall}' is neither end nor wait")
-    copies = (1 if elastic else 0) if copies is None else copies
+    _check_times(options)
+    if options.on_stall not in ("end", "wait"):
+        raise UsageError(f"--on-stall '{options.on_stall}' is neither end nor wait")
+    copies = (1 if elastic else 0) if options.copies is None else options.copies
     at_least(0, "--copies", copies)
-    check_node_rank(node_rank, hosts)
-    _check_nic(nic)
-    check_program(program, module)
-    masters = meeting_points(master, hosts)
-    steps = None if timeline is None else check_steps(timeline, "--timeline")
-    visible = _choose_gpus(gpus) if gpus is not None else None  # imports torch, after all checks that do not need it
-    if plan is not None:
-        procs = _planned(plan, procs, visible, hosts, served=roles is not None)
+    check_node_rank(options.node_rank, hosts)
+    _check_nic(options.nic)
+    check_program(options.script, options.module)
+    masters = meeting_points(options.master, hosts)
+    steps = None if options.timeline is None else check_steps(options.timeline, "--timeline")
+    visible = _choose_gpus(options.gpus) if options.gpus is not None else None  # imports torch, after all other checks
+    if options.plan is not None:
+        procs = _planned(options.plan, procs, visible, hosts, served=roles is not None)
     return Job(
-        program=program,
-        args=tuple(args[1:] if args[:1] == ["--"] else args),
-        module=module,
+        options,
         procs=_count_processes(procs, visible) if roles is None else roles.workers,
         nnodes=hosts,
-        node_rank=node_rank,
+        fewest=fewest,
+        elastic=elastic,
         masters=masters,
         max_restarts=restarts,
-        log_dir=_make_log_dir(log_dir),
-        nic=nic,
-        visible_gpus=None if visible is None else ",".join(visible),
-        join_timeout=join_timeout,
-        elastic=elastic,
-        fewest=fewest,
-        last_call=last_call,
-        host_timeout=host_timeout,
-        grace=grace,
         copies=copies,
-        stall=stall,
-        on_stall="end" if on_stall == "end" else "wait",
-        checked=checked,
-        traceback=traceback,
+        log_dir=_make_log_dir(options.log_dir),
+        visible_gpus=None if visible is None else ",".join(visible),
         timeline=steps,
+        plan=None if options.plan is None else Path(options.plan).absolute(),
         roles=roles,
-        plan=None if plan is None else Path(plan).absolute(),
     )
 
 
@@ -182,10 +134,10 @@ def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int
     return each
 
 
-def _check_no_ranks(procs: int | None, nnodes: int | str | None, node_rank: int | None) -> None:
-    if procs is not None:
+def _check_no_ranks(options: RunOptions) -> None:
+    if options.procs is not None:
         raise UsageError("--procs counts the ranks of a job without servers; with servers say --workers")
-    if nnodes is not None or node_rank is not None:
+    if options.nnodes is not None or options.node_rank is not None:
         raise UsageError(
             "--nnodes and --node-rank are for jobs without servers; with servers on several hosts give each host "
             "the same --pservers and --trainers"
@@ -240,15 +192,19 @@ def _count_processes(procs: int | None, visible: list[str] | None) -> int:
     return len(visible) if visible is not None else max(1, _device_count())
 
 
-def _check_times(join_timeout: float, last_call: float, host_timeout: float, grace: float, stall: float) -> None:
-    if join_timeout <= 0:
-        raise UsageError(f"--join-timeout {join_timeout:g} leaves no time to meet; it must be above 0 seconds")
-    if host_timeout < LEAST_HOST_TIMEOUT:
+def _check_times(options: RunOptions) -> None:
+    if options.join_timeout <= 0:
+        raise UsageError(f"--join-timeout {options.join_timeout:g} leaves no time to meet; it must be above 0 seconds")
+    if options.host_timeout < LEAST_HOST_TIMEOUT:
         raise UsageError(
-            f"--host-timeout {host_timeout:g} would take hosts for lost that only had a busy moment; "
+            f"--host-timeout {options.host_timeout:g} would take hosts for lost that only had a busy moment; "
             f"it must be {LEAST_HOST_TIMEOUT:g} seconds or more"
         )
-    for option, value in (("--last-call", last_call), ("--grace", grace), ("--stall", stall)):
+    for option, value in (
+        ("--last-call", options.last_call),
+        ("--grace", options.grace),
+        ("--stall", options.stall),
+    ):
         if value < 0:
             raise UsageError(f"{option} {value:g} is no time to wait; it must be 0 seconds or more")
 

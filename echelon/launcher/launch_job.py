@@ -159,7 +159,7 @@ def _companions(job: Job, address: str, records: Path) -> list[AgentPlugin]:
     """Return the plugins of this launcher."""
     companions: list[AgentPlugin] = [
         StartupWaitPlugin(records, say),
-        StallPlugin(job.stall, ends=job.on_stall == "end"),
+        StallPlugin(job.options.stall, ends=job.options.on_stall == "end"),
     ]
     if job.copies:
         companions.append(MemoryCheckpointPlugin(address, find_token(), job.copies))
@@ -175,7 +175,7 @@ def _run_roles(job: Job, records: Path, guard: OrphanReaper) -> int:
     assert roles is not None
     session = open_session(roles, job.log_dir, os.environ)
     export(job, own_address(job))
-    share(roles, session, records, job.join_timeout)
+    share(roles, session, records, job.options.join_timeout)
     if roles.one_host:
         forget_logs(job.log_dir, "rank", beyond=roles.trainers)
         forget_logs(job.log_dir, "server", beyond=len(roles.endpoints))

@@ -70,8 +70,8 @@ def create_ps_job(
         max_restarts=job.max_restarts,
         one_host=roles.one_host,
         marks=marks,
-        grace=job.grace,
-        standstill=StoppedProcesses(job.stall if job.on_stall == "end" else 0.0),
+        grace=job.options.grace,
+        standstill=StoppedProcesses(job.options.stall if job.options.on_stall == "end" else 0.0),
         waits=waits,
     )
 

@@ -83,11 +83,11 @@ def export(job: Job, address: str) -> None:
     os.environ[LOG_DIR] = str(job.log_dir)
     if job.elastic is not None:
         os.environ[ELASTIC] = job.elastic
-    os.environ[STALL] = f"{job.stall:g}"
-    if job.checked:
+    os.environ[STALL] = f"{job.options.stall:g}"
+    if job.options.checked:
         os.environ[CHECK] = "1"
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # checks collectives of user code, too
-    if job.traceback:
+    if job.options.traceback:
         os.environ[TRACEBACK] = "1"
     if job.timeline is not None:
         os.environ[TIMELINE] = job.timeline
@@ -95,8 +95,8 @@ def export(job: Job, address: str) -> None:
         os.environ[PLAN] = str(job.plan)
     if job.visible_gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.visible_gpus
-    if job.nic is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = job.nic
+    if job.options.nic is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = job.options.nic
         return
     # Gloo would use the address of the host's name, often not on the interface that reaches the other hosts
     if carrier := network.interface_with(address):

@@ -29,6 +29,7 @@ from echelon.base.environment import (
 )
 from echelon.base.errors import UsageError
 from echelon.distributed.ps_role import BY_HAND
+from echelon.launcher.run_options import RunOptions
 
 #: Default of --max-restarts for each server and each worker.
 MAX_RESTARTS = 3
@@ -57,23 +58,18 @@ class ParameterServerRoles:
         return len(self.servers) == len(self.endpoints) and self.workers == self.trainers
 
 
-def check_roles(
-    *,
-    servers: int | None,
-    workers: int | None,
-    pservers: str | None,
-    trainers: int | None,
-    trainer_id_from: int | None,
-    state: str | None,
-) -> ParameterServerRoles | None:
+def check_roles(options: RunOptions) -> ParameterServerRoles | None:
     """Return the roles that the options describe; None for a job without servers. Raises ``UsageError``."""
+    servers, pservers = options.servers, options.pservers
     if servers is None and pservers is None:
-        given = {"--workers": workers, "--trainers": trainers, "--trainer-id-from": trainer_id_from, "--state": state}
-        if odd := next((name for name, value in given.items() if value is not None), None):
-            raise UsageError(f"{odd} belongs to a job with parameter servers; add --servers N, or use --procs")
+        of_servers = ("workers", "trainers", "trainer_id_from", "state")
+        if odd := next((name for name in of_servers if getattr(options, name) is not None), None):
+            raise UsageError(
+                f"--{odd.replace('_', '-')} belongs to a job with parameter servers; add --servers N, or use --procs"
+            )
         return None
-    here = 1 if workers is None else workers
-    total, first = _count_workers(here, trainers, trainer_id_from, pservers is not None)
+    here, state = 1 if options.workers is None else options.workers, options.state
+    total, first = _count_workers(here, options.trainers, options.trainer_id_from, pservers is not None)
     endpoints, own = _own_endpoints(servers or 0) if pservers is None else _listed_endpoints(pservers, servers)
     if not own and not here:
         raise UsageError("no server of the list is on this host and --workers is 0; there is nothing to start here")

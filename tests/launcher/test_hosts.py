@@ -25,6 +25,7 @@ from echelon.launcher.rendezvous.messages import (
     order_hosts,
 )
 from echelon.launcher.rendezvous.open_rendezvous import MasterEndpoints
+from echelon.launcher.run_options import RunOptions
 
 
 def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):
@@ -123,8 +124,7 @@ def test_launcher_that_just_claimed_the_port_is_waited_for(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "any.py", "")
     port, served = free_port(), []
-    options = {"module": False, "procs": 1, "gpus": None, "node_rank": None, "max_restarts": 0, "log_dir": "log"}
-    where = {"nnodes": 2, "master": f"127.0.0.1:{port}", "nic": None, "join_timeout": 30.0}
+    options = RunOptions("any.py", procs=1, nnodes="2", master=f"127.0.0.1:{port}", join_timeout=30.0)
     with socket.socket(socket.AF_UNIX) as sign:
         sign.bind(f"\0echelon-muster-{port}")
 
@@ -134,7 +134,7 @@ def test_launcher_that_just_claimed_the_port_is_waited_for(tmp_path, monkeypatch
 
         other = threading.Thread(target=late)
         other.start()
-        meeting = MasterEndpoints(check("any.py", [], **options, **where))()
+        meeting = MasterEndpoints(check(options))()
         other.join()
     assert not meeting.serves
     meeting.store.set("key", "value")

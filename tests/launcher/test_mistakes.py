@@ -10,15 +10,11 @@ from command import echelon, finish, here, start_fresh, write
 from echelon.base.environment import PADDLE_HOSTS
 from echelon.base.errors import UsageError
 from echelon.launcher import job as jobs
-
-FINE = {
-    "module": False, "procs": None, "gpus": None, "nnodes": None, "node_rank": None, "master": None,
-    "max_restarts": 0, "log_dir": "log", "nic": None, "join_timeout": 300.0,
-}  # fmt: skip
+from echelon.launcher.run_options import RunOptions
 
 
 def check(program="train.py", args=(), **options):
-    return jobs.check(program, args, **(FINE | options))
+    return jobs.check(RunOptions(program, list(args), **({"max_restarts": 0} | options)))
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +45,14 @@ def test_a_process_of_its_own_says_the_same(tmp_path):
 MISTAKES = [
     ({"program": "trian.py"}, r"no script at 'trian.py'; did you mean 'train.py'\?"),
     ({"program": "nowhere.thing", "module": True}, "-m nowhere.thing: no module of that name"),
-    ({"nnodes": 2}, "a job on 2 hosts needs a place to meet; give every host the same --master HOST:PORT"),
-    ({"nnodes": 0}, "--nnodes 0 makes no job"),
-    ({"nnodes": 2, "node_rank": 2, "master": "127.0.0.1:1"}, "--node-rank 2 does not fit --nnodes 2"),
-    ({"nnodes": 2, "master": "somewhere"}, "--master 'somewhere' is not HOST:PORT"),
+    ({"nnodes": "2"}, "a job on 2 hosts needs a place to meet; give every host the same --master HOST:PORT"),
+    ({"nnodes": "0"}, "--nnodes 0 makes no job"),
+    ({"nnodes": "2", "node_rank": 2, "master": "127.0.0.1:1"}, "--node-rank 2 does not fit --nnodes 2"),
+    ({"nnodes": "2", "master": "somewhere"}, "--master 'somewhere' is not HOST:PORT"),
     ({"nnodes": "2-8"}, r"--nnodes '2-8' is neither a number of hosts \(4\) nor a range \(2:8\)"),
     ({"nnodes": "8:2"}, "--nnodes 8:2 begins above its end"),
-    ({"nnodes": 2, "master": "127.0.0.1:1,127.0.0.1:1"}, "names a place twice"),
-    ({"nnodes": 2, "master": "10.9.8.7:1"}, "needs a secret that all know: export ECHELON_TOKEN="),
+    ({"nnodes": "2", "master": "127.0.0.1:1,127.0.0.1:1"}, "names a place twice"),
+    ({"nnodes": "2", "master": "10.9.8.7:1"}, "needs a secret that all know: export ECHELON_TOKEN="),
     ({"host_timeout": 1.0}, "--host-timeout 1 would take hosts for lost that only had a busy moment"),
     ({"grace": -1.0}, "--grace -1 is no time to wait"),
     ({"copies": -1}, "--copies -1 makes no job"),
@@ -79,7 +75,7 @@ def test_a_mistake_is_refused_before_anything_starts(options, line):
 def test_missing_interface_is_answered_with_those_that_exist():
     with pytest.raises(UsageError, match=r"--nic 'nic9' is not a network interface here; there are: .*lo"):
         check(nic="nic9")
-    assert check(nic="lo").nic == "lo"
+    assert check(nic="lo").options.nic == "lo"
 
 
 def test_missing_gpus_are_answered_with_those_that_exist():
@@ -106,7 +102,7 @@ def test_gpus_are_counted_among_the_visible_ones(monkeypatch):
 def test_the_number_of_hosts_may_come_from_the_environment(monkeypatch, name):
     monkeypatch.setenv(name, "3")
     assert check(master="127.0.0.1:29500").nnodes == 3
-    assert check(master="127.0.0.1:29500", nnodes=2).nnodes == 2
+    assert check(master="127.0.0.1:29500", nnodes="2").nnodes == 2
     with pytest.raises(UsageError, match="a job on 3 hosts needs a place to meet"):
         check()
     monkeypatch.setenv(name, "many")
@@ -129,8 +125,8 @@ def test_only_the_two_dashes_right_after_the_script_are_dropped():
 
 def test_a_host_without_an_address_is_named():
     with pytest.raises(UsageError, match=r"--master names the host 'no-such-host\.invalid', which has no address"):
-        check(nnodes=2, master="no-such-host.invalid:29500")
-    assert check(nnodes=2, master="localhost:29500").master == (socket.gethostbyname("localhost"), 29500)
+        check(nnodes="2", master="no-such-host.invalid:29500")
+    assert check(nnodes="2", master="localhost:29500").master == (socket.gethostbyname("localhost"), 29500)
 
 
 @pytest.mark.usefixtures("warm")

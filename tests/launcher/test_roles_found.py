@@ -17,6 +17,7 @@ from echelon.base.errors import UsageError
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import ALONE, Role, find_role
 from echelon.launcher.role_assignment import ParameterServerRoles, check_roles
+from echelon.launcher.run_options import RunOptions
 
 LIST = "10.0.0.1:6174,10.0.0.2:6174"
 SERVERS = ("10.0.0.1:6174", "10.0.0.2:6174")
@@ -97,23 +98,24 @@ def test_a_contradiction_is_one_line(arguments: dict[str, Any], env: dict[str, s
     assert "\n" not in str(caught.value)
 
 
-NONE: dict[str, Any] = dict.fromkeys(("servers", "workers", "pservers", "trainers", "trainer_id_from", "state"))
+def _roles(**options: Any) -> ParameterServerRoles | None:
+    return check_roles(RunOptions("train.py", **options))
 
 
 def test_what_a_host_starts() -> None:
-    assert check_roles(**NONE) is None
-    one = check_roles(**NONE | {"servers": 2, "workers": 3})
+    assert _roles() is None
+    one = _roles(servers=2, workers=3)
     assert one is not None
     assert (one.servers, one.workers, one.trainers, one.first_trainer, one.one_host) == ((0, 1), 3, 3, 0, True)
     assert len({endpoint for endpoint in one.endpoints if endpoint.startswith(f"{LOOPBACK}:")}) == 2
     listed = {"pservers": "192.0.2.1:5,127.0.0.1:6", "trainers": 4}
-    mine = check_roles(**NONE | listed | {"workers": 2, "trainer_id_from": 2})
+    mine = _roles(**listed | {"workers": 2, "trainer_id_from": 2})
     assert mine == ParameterServerRoles(("192.0.2.1:5", "127.0.0.1:6"), (1,), 2, 4, 2, None)
     assert not mine.one_host
-    only_servers = check_roles(**NONE | listed | {"workers": 0})
+    only_servers = _roles(**listed | {"workers": 0})
     assert only_servers is not None
     assert (only_servers.servers, only_servers.workers) == ((1,), 0)
-    only_workers = check_roles(**NONE | listed | {"workers": 4, "servers": 0})
+    only_workers = _roles(**listed | {"workers": 4, "servers": 0})
     assert only_workers is not None
     assert (only_workers.servers, only_workers.one_host) == ((), False)
 
@@ -136,7 +138,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "line"), MISTAKES, ids=lambda value: str(value)[:40])
 def test_a_mistake_is_refused_before_anything_starts(options: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_roles(**NONE | options)
+        _roles(**options)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -14,6 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 from echelon.base.environment import expand_hosts, port_for
 from echelon.base.errors import UsageError
+from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers.slurm import SlurmSubmission, needs_srun, read_slurm_step, script
 
 SBATCH = """
@@ -134,7 +136,7 @@ def test_run_in_batch_script_calls_srun_with_command_and_secret(cluster):
     assert re.fullmatch("[0-9a-f]{32}", token)
 
 
-NOTHING = {"nnodes": None, "node_rank": None, "master": None}
+NOTHING = RunOptions("train.py")
 TASK = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"}
 TASK |= {"SLURM_STEP_NODELIST": "gpu[08-10]-ib"}
 
@@ -142,11 +144,11 @@ TASK |= {"SLURM_STEP_NODELIST": "gpu[08-10]-ib"}
 def test_srun_task_finds_its_job_unless_options_say_otherwise():
     where = f"gpu08-ib:{port_for('7')}"
     assert read_slurm_step(NOTHING, TASK) == {"nnodes": 3, "node_rank": 1, "master": where}
-    elastic = read_slurm_step(NOTHING | {"nnodes": "1:3"}, TASK)
+    elastic = read_slurm_step(replace(NOTHING, nnodes="1:3"), TASK)
     assert elastic == {"nnodes": "1:3", "node_rank": 1, "master": f"{where},{where.replace('08', '09')}"}
     for by_hand in ({"nnodes": "1"}, {"master": "h:1"}, {"hosts": "a,b"}, {"servers": 1}):
-        assert read_slurm_step(NOTHING | by_hand, TASK) == {}
-        assert needs_srun(NOTHING | by_hand, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}) == 0
+        assert read_slurm_step(replace(NOTHING, **by_hand), TASK) == {}
+        assert needs_srun(replace(NOTHING, **by_hand), {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}) == 0
     assert read_slurm_step(NOTHING, TASK | {"ECHELON_LOG_DIR": "/l"}) == {}  # a rank that starts a job of its own
     assert read_slurm_step(NOTHING, {}) == {}
     assert needs_srun(NOTHING, {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}) == 3

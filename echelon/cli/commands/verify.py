@@ -19,6 +19,7 @@ from echelon.base.console import say
 from echelon.base.environment import LOG_DIR, PLAN, RECORD_DIR
 from echelon.base.errors import UsageError
 from echelon.launcher.job import Job
+from echelon.launcher.run_options import RunOptions
 from echelon.tools.verify.float64 import TOLERANCE
 from echelon.tools.verify.verdict import Verdict, apply_float64_verdict, compare_runs
 from echelon.tools.verify.verdict_text import as_json, print_verdict
@@ -140,7 +141,7 @@ def _job(asked: VerifyOptions, room: str) -> Job:
     logs = ["--log-dir", str(Path(room, "log")), "--max-restarts", "0"]
     words = [*asked.words, *logs, *(["-m"] if asked.module else []), asked.script, *asked.args]
     with run_command().make_context("echelon verify", words) as context:
-        return checked_job(**context.params)
+        return checked_job(RunOptions(**context.params))
 
 
 def _run_ranks(asked: VerifyOptions, job: Job, question: VerifyRequest) -> None:

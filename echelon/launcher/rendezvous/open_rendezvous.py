@@ -33,7 +33,7 @@ def own_address(job: Job) -> str:
     """Return the address at which the job's other hosts reach this one; loopback if there are none."""
     if job.master is None or job.one_host:
         return LOOPBACK
-    if job.nic is not None and (address := network.address_of(job.nic)):
+    if job.options.nic is not None and (address := network.address_of(job.options.nic)):
         return address
     own = next((address for address, _ in job.masters if network.is_local(address)), None)
     return own if own is not None else network.address_towards(*job.master)
@@ -71,15 +71,15 @@ def open_rendezvous(
         elastic=job.elastic is not None,
         procs=job.procs,
         max_restarts=job.max_restarts,
-        join_timeout=job.join_timeout,
-        last_call=job.last_call,
-        host_timeout=job.host_timeout,
-        grace=job.grace,
+        join_timeout=job.options.join_timeout,
+        last_call=job.options.last_call,
+        host_timeout=job.options.host_timeout,
+        grace=job.options.grace,
     )
     meet = _at_home if job.nnodes == 1 else MasterEndpoints(job)
     name = socket.gethostname()
     presence = RendezvousParticipant(
-        meet, terms, name=name, address=address, node_rank=job.node_rank, extras=extras, say=say
+        meet, terms, name=name, address=address, node_rank=job.options.node_rank, extras=extras, say=say
     )
     return LauncherRendezvous(presence, terms)
 
@@ -104,7 +104,7 @@ class MasterEndpoints:
 
     def _first(self) -> int:
         """Return the first endpoint, or a later one that answers: hosts serve those only after the job has moved."""
-        first, deadline = self._places[0], time.monotonic() + self._job.join_timeout
+        first, deadline = self._places[0], time.monotonic() + self._job.options.join_timeout
         if len(self._places) == 1:
             return 0
         ours, notice = network.is_local(first[0]), self._notice()
@@ -112,7 +112,7 @@ class MasterEndpoints:
             for at in reversed(range(len(self._places))):
                 if self._answers(at):
                     return at
-            if ours and self._job.node_rank in (None, 0):
+            if ours and self._job.options.node_rank in (None, 0):
                 return 0
             if time.monotonic() > deadline:
                 raise self._nobody(first)
@@ -123,7 +123,7 @@ class MasterEndpoints:
         """Return the next endpoint that is local, or that answers within the host timeout."""
         for step in range(1, len(self._places)):
             at = (self._at + step) % len(self._places)
-            deadline = time.monotonic() + self._job.host_timeout
+            deadline = time.monotonic() + self._job.options.host_timeout
             while time.monotonic() < deadline:
                 if network.is_local(self._places[at][0]) or self._answers(at):
                     return at
@@ -136,7 +136,7 @@ class MasterEndpoints:
 
     def _open_store(self, address: str, port: int) -> tuple[Store, bool]:
         """Return the store, and True if this process serves it: host 0, or without --node-rank a host there."""
-        local, node_rank = network.is_local(address), self._job.node_rank
+        local, node_rank = network.is_local(address), self._job.options.node_rank
         where = f"--master {address}:{port}"
         if node_rank == 0 and not local and len(self._places) == 1:
             raise UsageError(f"--node-rank 0 must be the host of --master, but {address} is no address of this host")
@@ -160,7 +160,7 @@ class MasterEndpoints:
 
     def _reach(self, address: str, port: int) -> Store:
         """Wait for the serving host. A thread connects: torch's own wait is neither bounded nor interruptible."""
-        deadline, notice = time.monotonic() + self._job.join_timeout, self._notice()
+        deadline, notice = time.monotonic() + self._job.options.join_timeout, self._notice()
         while not network.answers(address, port, timeout=1.0):
             if time.monotonic() > deadline:
                 raise self._nobody((address, port))
@@ -180,7 +180,7 @@ class MasterEndpoints:
         return found[0]
 
     def _notice(self, say: Say = say_wait) -> WaitNotice:
-        return WaitNotice("this launcher", self._job.join_timeout, component="launcher", say=say)
+        return WaitNotice("this launcher", self._job.options.join_timeout, component="launcher", say=say)
 
     def _silent(self, address: str, port: int) -> str:
         return f"--master {address}:{port} to answer, by the same command on that host"
@@ -189,7 +189,7 @@ class MasterEndpoints:
         needed = self._job.elastic or self._job.nnodes
         return PeerLost(
             f"1 of {needed} hosts came: nobody answers at --master {place[0]}:{place[1]} within "
-            f"{self._job.join_timeout:g} s; start the same command on that host"
+            f"{self._job.options.join_timeout:g} s; start the same command on that host"
         )
 
 

@@ -26,6 +26,7 @@ from echelon.base.job_secret import find_token
 from echelon.base.network import endpoint
 from echelon.base.wait_notice import WaitNotice, say_wait
 from echelon.launcher.rendezvous.host_options import host_counts
+from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers import ray_host
 from echelon.launcher.schedulers.argv import rebuild_argv
 from echelon.launcher.schedulers.ray_host import LauncherOutput, RayHost
@@ -77,10 +78,10 @@ class _RayLauncher:
 
 def run_on_ray(context: Any, first: Callable[[], None] | None = None) -> int:
     """Run the job of ``echelon run`` on nodes of the cluster; return the job's exit code."""
-    options = context.params
+    options = RunOptions(**context.params)
     _check_fit(options)
     ray = _the_library()
-    _connect(ray, options["ray_address"])
+    _connect(ray, options.ray_address)
     try:
         request = check(context, ray.nodes())
         if first is not None:
@@ -92,33 +93,33 @@ def run_on_ray(context: Any, first: Callable[[], None] | None = None) -> int:
 
 def check(context: Any, nodes: list[dict[str, Any]]) -> RayRequest:
     """Return a ``RayRequest`` of the options for a cluster of these nodes; raises a one-line ``UsageError``."""
-    options: Mapping[str, Any] = context.params
-    least, most, elastic = host_counts(options["nnodes"])
+    options = RunOptions(**context.params)
+    least, most, elastic = host_counts(options.nnodes)
     procs, bundle = _share_of_a_node(options, nodes)
     fitting = _nodes_with(bundle, nodes)
     if len(fitting) < least:
         wanted = ", ".join(f"{count:g} {name}" for name, count in bundle.items())
         raise UsageError(
-            f"--nnodes {options['nnodes'] or 1} needs {least} nodes with {wanted} each, but the Ray cluster has "
+            f"--nnodes {options.nnodes or 1} needs {least} nodes with {wanted} each, but the Ray cluster has "
             f"{len(fitting)}; add nodes, or ask for less by --procs or --gpus"
         )
-    environment = collect_forwarded_environment(os.environ, options.get("env") or [])
+    environment = collect_forwarded_environment(os.environ, options.env or [])
     environment.pop(TOKEN_FILE, None)  # the file may exist on this host only
     environment.pop(VISIBLE, None)  # Ray chooses the GPUs; without requested GPUs none are visible
     environment |= {} if "GPU" in bundle else {VISIBLE: ""}
     environment[TOKEN] = (find_token() or secrets.token_hex(16).encode()).decode()
     return RayRequest(
-        address=options["ray_address"] or "auto",
+        address=options.ray_address or "auto",
         least=least,
         most=most,
         nnodes=elastic or str(most),
         bundle=bundle,
         procs=procs,
         environment=environment,
-        words=(*rebuild_argv(context, leave_out=OWN), options["script"], *(options["args"] or [])),
-        join_timeout=float(options["join_timeout"]),
-        grace=float(options["grace"]),
-        replaces=bool(elastic) or bool(options["max_restarts"]),
+        words=(*rebuild_argv(context, leave_out=OWN), options.script, *(options.args or [])),
+        join_timeout=options.join_timeout,
+        grace=options.grace,
+        replaces=bool(elastic) or bool(options.max_restarts),
     )
 
 
@@ -313,29 +314,29 @@ def _connect(ray: Any, address: str | None) -> None:
         raise UsageError(f"{asked} ({line}); start one by 'ray start --head', or give --ray-address") from None
 
 
-def _check_fit(options: Mapping[str, Any]) -> None:
-    if options["on"] != "ray":
-        raise UsageError(f"--on {options['on']}: jobs can be run on ray, or leave --on out")
+def _check_fit(options: RunOptions) -> None:
+    if options.on != "ray":
+        raise UsageError(f"--on {options.on}: jobs can be run on ray, or leave --on out")
     for name in ("node_rank", "master", "hosts", "hostfile"):
-        if options.get(name) is not None:
+        if getattr(options, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is for hosts that you choose; with --on ray Ray does")
-    if options.get("servers") is not None or options.get("pservers") is not None:
+    if options.servers is not None or options.pservers is not None:
         raise UsageError("--on ray starts jobs without parameter servers; leave --servers and --pservers out")
-    if options["gpus"] is not None and not options["gpus"].isdigit():
+    if options.gpus is not None and not options.gpus.isdigit():
         raise UsageError(
-            f"--gpus {options['gpus']} names GPUs; with --on ray say how many on each host, which is Ray's choice"
+            f"--gpus {options.gpus} names GPUs; with --on ray say how many on each host, which is Ray's choice"
         )
 
 
-def _share_of_a_node(options: Mapping[str, Any], nodes: list[dict[str, Any]]) -> tuple[int, dict[str, float]]:
+def _share_of_a_node(options: RunOptions, nodes: list[dict[str, Any]]) -> tuple[int, dict[str, float]]:
     """Return the processes of each host, and their resources: one CPU each and, if requested, GPUs.
 
     The default is the smallest number of GPUs of a node that has any; one process if there are none.
     """
-    gpus = int(options["gpus"]) if options["gpus"] is not None else None
-    if gpus is None and options["procs"] is None:
+    gpus = int(options.gpus) if options.gpus is not None else None
+    if gpus is None and options.procs is None:
         gpus = int(min((node["Resources"]["GPU"] for node in _nodes_with({"GPU": 1}, nodes)), default=0))
-    procs = options["procs"] if options["procs"] is not None else gpus or 1
+    procs = options.procs if options.procs is not None else gpus or 1
     if procs < 1:
         raise UsageError(f"--procs {procs} makes no job; it must be 1 or more")
     return procs, {"CPU": float(procs)} | ({"GPU": float(gpus)} if gpus else {})

@@ -32,6 +32,7 @@ from echelon.base.environment import (
     whole_number,
 )
 from echelon.base.errors import EchelonError, UsageError
+from echelon.launcher.run_options import RunOptions
 
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 #: Seconds before the time limit at which Slurm sends a signal, so that ranks can save.
@@ -45,7 +46,7 @@ _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 # In an allocation
 
 
-def read_slurm_step(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+def read_slurm_step(options: RunOptions, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the options that a task of ``srun --ntasks-per-node=1`` can derive, unless options name the hosts."""
     if SLURM_STEP not in env or LOG_DIR in env or not _ours(options):
         return {}
@@ -58,13 +59,13 @@ def read_slurm_step(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[
         )
     if nodes == 1:
         return {}
-    port, asked = port_for(env.get(SLURM_JOB, "0")), options["nnodes"] or nodes
+    port, asked = port_for(env.get(SLURM_JOB, "0")), options.nnodes or nodes
     # a job that may lose its first host has a second endpoint
     where = ",".join(f"{host}:{port}" for host in hosts[: 2 if ":" in str(asked) else 1])
     return {"nnodes": asked, "node_rank": whole_number(env, SLURM_NODE), "master": where}
 
 
-def needs_srun(options: Mapping[str, Any], env: Mapping[str, str]) -> int:
+def needs_srun(options: RunOptions, env: Mapping[str, str]) -> int:
     """Return the number of nodes if this is the only process of an allocation, as in a batch script; else 0."""
     if SLURM_STEP in env or LOG_DIR in env or SLURM_JOB not in env or not _ours(options):
         return 0
@@ -93,10 +94,10 @@ def srun_words(nodes: int, elastic: bool, cpus: str | None) -> list[str]:
     return [*words, f"--cpus-per-task={cpus}"] if cpus else words
 
 
-def _ours(options: Mapping[str, Any]) -> bool:
+def _ours(options: RunOptions) -> bool:
     """Return True if Slurm names the hosts: not if options name them, and not in a job with servers."""
     by_hand = ("master", "node_rank", "hosts", "hostfile", "servers", "pservers")
-    return str(options["nnodes"]) != "1" and all(options.get(name) is None for name in by_hand)
+    return options.nnodes != "1" and all(getattr(options, name) is None for name in by_hand)
 
 
 # echelon submit slurm

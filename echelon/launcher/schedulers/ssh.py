@@ -19,6 +19,7 @@ from echelon.base.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
 from echelon.base.errors import UsageError
 from echelon.base.job_secret import find_token
 from echelon.launcher.rendezvous.host_options import host_counts
+from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers.argv import rebuild_argv
 from echelon.launcher.schedulers.host_list import HostListEntry, parse_host_list
 from echelon.launcher.schedulers.ssh_connection import RemoteLaunchRequest, SshConnection
@@ -75,24 +76,24 @@ def run_on_hosts(context: Any, first: Callable[[], None] | None = None) -> int:
 
 def check(context: Any) -> SshRequest:
     """Return a ``SshRequest`` of the options; raises a one-line ``UsageError``."""
-    options: Mapping[str, Any] = context.params
-    hosts = parse_host_list(options["hosts"], options["hostfile"])
+    options = RunOptions(**context.params)
+    hosts = parse_host_list(options.hosts, options.hostfile)
     _check_fit(options, hosts)
-    least = least_hosts(options["nnodes"], len(hosts))
-    ssh = _ssh_command(options["ssh"])
-    environment = collect_forwarded_environment(os.environ, options["env"] or [])
+    least = least_hosts(options.nnodes, len(hosts))
+    ssh = _ssh_command(options.ssh)
+    environment = collect_forwarded_environment(os.environ, options.env or [])
     if TOKEN_FILE in environment or TOKEN not in environment:  # the file may exist on this host only
         environment.pop(TOKEN_FILE, None)
         environment[TOKEN] = (find_token() or secrets.token_hex(16).encode()).decode()
     return SshRequest(
-        hosts=_with_procs(hosts, options["procs"]),
+        hosts=_with_procs(hosts, options.procs),
         least=least,
         ssh=ssh,
-        python=options["remote_python"] or sys.executable,
+        python=options.remote_python or sys.executable,
         environment=environment,
-        master=options["master"] or _meeting_places(_where_to_meet(hosts, least), ssh, environment[TOKEN]),
-        words=(*rebuild_argv(context, leave_out=OWN), options["script"], *(options["args"] or [])),
-        grace=float(options.get("grace") or 30.0),
+        master=options.master or _meeting_places(_where_to_meet(hosts, least), ssh, environment[TOKEN]),
+        words=(*rebuild_argv(context, leave_out=OWN), options.script, *(options.args or [])),
+        grace=options.grace or 30.0,
     )
 
 
@@ -115,15 +116,15 @@ def collect_forwarded_environment(env: Mapping[str, str], named: Sequence[str]) 
     return found
 
 
-def _check_fit(options: Mapping[str, Any], hosts: Sequence[HostListEntry]) -> None:
-    if options["node_rank"] is not None:
+def _check_fit(options: RunOptions, hosts: Sequence[HostListEntry]) -> None:
+    if options.node_rank is not None:
         raise UsageError("--node-rank is for a launcher started by hand; with --hosts the order of the hosts tells")
-    if options.get("servers") is not None or options.get("pservers") is not None:
+    if options.servers is not None or options.pservers is not None:
         raise UsageError(
             "--hosts starts jobs without parameter servers; with servers start the same command on every host, "
             "with --pservers and --trainers"
         )
-    if options["procs"] is not None and any(entry.procs is not None for entry in hosts):
+    if options.procs is not None and any(entry.procs is not None for entry in hosts):
         raise UsageError("--procs and the numbers of --hosts both count processes; leave one of them out")
 
 
