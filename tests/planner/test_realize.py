@@ -21,7 +21,8 @@ from echelon.parallel.objective import Objective
 from echelon.plan.draft import Draft
 from echelon.plan.saved_plan import SavedPlan, SavedPrediction, shapes_of
 from echelon.plan.stage_trace import record
-from echelon.planner.apply.realize import draft_of, realize
+from echelon.planner.apply.realize import realize
+from echelon.planner.cost.draft_of_plan import draft_of
 
 BATCH, STEPS = 12, 3
 UNITS = {

@@ -27,10 +27,11 @@ _DTYPES = (torch.int16, torch.int8, torch.uint8, torch.float32, torch.float32)
 
 def state_bytes(entries: int) -> int:
     """Return the bytes of the state of ``entries`` weights, with alignment."""
-    return sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in _bytes(entries))
+    return sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in tensor_bytes(entries))
 
 
-def _bytes(entries: int) -> list[int]:
+def tensor_bytes(entries: int) -> list[int]:
+    """Return the bytes of each tensor of the state: remainder, two moments and their scales."""
     scales = 4 * -(-entries // BLOCK)
     return [2 * entries, entries, entries, scales, scales]
 
@@ -129,7 +130,7 @@ def _let_go(addresses: list[int]) -> None:
 def _laid_out(area: Tensor, like: Tensor) -> LowMemoryState:
     """Return the state tensors in an area; those with one entry per weight have the weight's shape and strides."""
     found, start = [], 0
-    for nbytes, dtype in zip(_bytes(like.numel()), _DTYPES, strict=True):
+    for nbytes, dtype in zip(tensor_bytes(like.numel()), _DTYPES, strict=True):
         flat = area[start : start + nbytes].view(dtype)
         found.append(flat if dtype == torch.float32 else flat.as_strided(like.shape, like.stride()))
         start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -2,66 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from echelon.base.errors import UsageError
-from echelon.plan.draft import Approximation, Draft
+from echelon.plan.draft import Draft
 from echelon.plan.plan import Plan
-from echelon.plan.stage_trace import StageTrace
 from echelon.planner.model_costs import ProfileLike
+from echelon.strategy.annotations.marks import Split, within
 
 
-def draft_of(plan: Plan, profile: ProfileLike) -> Draft:
-    """Return the draft that describes the plan; ``profile.batch`` is used as the global batch."""
-    depth = plan.mesh.get("stage", 1)
-    cuts = _cuts(plan, profile)
-    stages = len(cuts) + 1
-    pipeline = plan.pipeline
-    recomputed = bool(plan.recompute or plan.recompute_chains)
-    approximate: Approximation | None = "dgc" if plan.dgc else "localsgd" if plan.local else None
+def draft_of(plan: Plan, profile: ProfileLike, batch: int | None = None) -> Draft:
+    """Return the draft that describes a Plan; a draft has neither gradient_merge nor low_memory.
+
+    batch: samples of the global batch; default: those of the profiled batch
+    """
+    stages = _stages_of(plan, profile)
+    count = max(stages, default=0) + 1
+    mesh = plan.mesh
     return Draft(
-        batch=profile.batch,
-        replicate=plan.replicas,
-        stage=depth,
-        split=1 if plan.batch_per_split_rank else plan.mesh.get("split", 1),
-        chunks=max(1, stages // depth),
-        cuts=cuts,
-        micro_batches=(pipeline.micro_batches if pipeline else 1) * plan.gradient_merge,
-        schedule=pipeline.schedule if pipeline and stages > 1 else None,
-        recompute=(recomputed,) * stages if recomputed else (),
+        batch=batch or profile.batch,
+        replicate=mesh["replicate"],
+        stage=mesh.get("stage", 1),
+        split=mesh.get("split", 1),
+        chunks=count // mesh.get("stage", 1),
+        cuts=tuple(stages.index(stage) for stage in range(1, count)),
+        micro_batches=plan.pipeline.micro_batches if plan.pipeline else 1,
+        schedule=plan.pipeline.schedule if plan.pipeline and mesh.get("stage", 1) > 1 else None,
+        recompute=_recompute_of(plan, profile.names, stages),
         shard=plan.shard.level if plan.shard else 0,
         amp=plan.amp.dtype if plan.amp else None,
-        comm_dtype="bf16" if plan.comm_dtype == "bf16" else "fp16" if plan.comm_dtype else None,
-        approximate=approximate,
+        comm_dtype=plan.comm_dtype,  # type: ignore[arg-type]
+        approximate="dgc" if plan.dgc else "localsgd" if plan.local else None,
         shares=plan.shares,
+        widths=_widths(plan.splits),
         order=plan.order,
     )
 
 
-def _cuts(plan: Plan, profile: ProfileLike) -> tuple[int, ...]:
-    """Return the index of the first unit of every stage but the first."""
-    if plan.stages is None:
-        return _even_cuts(plan.mesh.get("stage", 1), len(profile.names))
-    stages = [_stage_of(name, plan.stages) for name in profile.names]
-    cuts: list[int] = []
-    before = 0
-    for unit, stage in enumerate(stages):
-        if stage is not None and stage > before:
-            cuts.append(unit)
-            before = stage
-    if len(cuts) + 1 != plan.stages.stages:
-        raise UsageError(
-            f"the plan has {plan.stages.stages} stages, but {len(cuts) + 1} among the units of {profile.name}: "
-            "profile the model that the plan was made for"
-        )
-    return tuple(cuts)
+def stepping_optimizer(plan: Plan, given: str) -> str:
+    """Return the name of the optimizer that takes the steps; LARS or LAMB may replace the given one."""
+    return "lamb" if plan.lamb else "lars" if plan.lars else given
 
 
-def _stage_of(unit: str, recorded: StageTrace) -> int | None:
-    """Return the stage of the marked module that is this unit, contains it, or is contained in it; None without one."""
-    for name, stage in recorded.units.items():
-        if name == unit or unit.startswith(f"{name}.") or name.startswith(f"{unit}."):
-            return stage
-    return None
+def _stages_of(plan: Plan, profile: ProfileLike) -> list[int]:
+    """Return the stage of every unit. Raises UsageError if the plan's stages do not consist of the profile's units."""
+    if plan.mesh.get("stage", 1) == 1:
+        return [0] * len(profile.names)
+    if plan.stages is None:  # the first batch will cut the pipeline
+        depth, units = plan.mesh["stage"], len(profile.names)
+        return [sum(at >= round(stage * units / depth) for stage in range(1, depth)) for at in range(units)]
+    known = plan.stages.units
+    found = [_stage_of(name, known) for name in profile.names]
+    stages = [0 if stage is None else stage for stage in found]
+    for at, stage in enumerate(found):  # a unit without a stage runs where it is used: in the stage of the next unit
+        if stage is None:
+            later = (other for other in found[at:] if other is not None)
+            stages[at] = next(later, max(known.values()))
+    if stages != sorted(stages) or set(stages) != set(known.values()):
+        raise UsageError("the plan's stages are not made of the profile's units; give a Draft with cuts")
+    return stages
 
 
-def _even_cuts(stages: int, units: int) -> tuple[int, ...]:
-    return tuple(round(stage * units / stages) for stage in range(1, stages))
+def _stage_of(name: str, known: Mapping[str, int]) -> int | None:
+    return next((stage for unit, stage in known.items() if within(name, unit) or within(unit, name)), None)
+
+
+def _recompute_of(plan: Plan, names: Sequence[str], stages: Sequence[int]) -> tuple[bool, ...]:
+    if not plan.recompute and not plan.recompute_chains:
+        return ()
+    covered = [name for segment in plan.recompute for name in segment] + list(plan.recompute_chains)
+
+    def is_recomputed(name: str) -> bool:
+        return any(within(name, other) or within(other, name) for other in covered)
+
+    by_stage = [[is_recomputed(name) for name, at in zip(names, stages, strict=True) if at == s] for s in set(stages)]
+    return tuple(2 * sum(flags) > len(flags) for flags in by_stage)
+
+
+def _widths(splits: Mapping[str, Split]) -> tuple[float, ...]:
+    return next((mark.weights for mark in splits.values() if mark.weights), ())

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from echelon.parallel.pipeline.comm_plan import AHEAD
+from echelon.plan.draft import Draft
 from echelon.plan.schedule import Action, Kind, rank_actions
 from echelon.strategy.annotations.marks import ScheduleName
 
-AHEAD = 2  # number of next messages whose receives are posted while an action runs, see parallel.pipeline.comm_plan
 STEADY = 4  # a schedule is periodic from this many micro-batches per rank on
 
 
@@ -55,6 +56,21 @@ def moments_of_rank(
         return tuple(one._replace(open=(one.open[0] + micro_batches - few,)) for one in short)
     count = min(micro_batches, STEADY * ranks + micro_batches % ranks)
     return _moments_of_rank(name, stages, ranks, count, rank, rank > 0)
+
+
+def micro_batches_in_flight(draft: Draft, rank: int, saved: Mapping[int, int]) -> dict[int, int]:
+    """Return the micro-batches in flight for each stage of a rank, when their saved activations are largest.
+
+    rank:  rank along the stage axis
+    saved: bytes saved per micro-batch, by stage
+    """
+    own = list(range(rank, draft.stages, draft.stage))
+    if draft.stage == 1:
+        return dict.fromkeys(own, 1)
+    found = moments_of_rank(draft.schedule or "1f1b", draft.stages, draft.stage, draft.micro_batches, rank)
+    counts = [[n + (at == one.chunk) for at, n in enumerate(one.open)] for one in found if one.kind in "FB"]
+    most = max(counts, key=lambda each: sum(n * saved.get(at, 0) for n, at in zip(each, own, strict=True)))
+    return dict(zip(own, most, strict=True))
 
 
 @functools.lru_cache(maxsize=65536)

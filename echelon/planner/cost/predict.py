@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.prediction import PARTS, PredictedMemory, Prediction
 from echelon.planner.cluster.cluster import Cluster, Device
 from echelon.planner.cost.compute import UnitSeconds, stream_seconds
-from echelon.planner.cost.draft_of_plan import draft_of
+from echelon.planner.cost.draft_of_plan import draft_of, stepping_optimizer
 from echelon.planner.cost.pipeline_timing import PipelineTiming, StageDurations, estimate_pipeline, simulate_pipeline
 from echelon.planner.cost.placement import MeshPlacement, ReplicaPlacement, place
 from echelon.planner.cost.replica_traffic import (
@@ -47,8 +47,15 @@ def predict(
     simulate:  True to simulate the pipeline event by event, False to use closed forms; default True
     events:    True to include the pipeline's timeline; default False
     """
-    draft = draft_of(plan, profile) if isinstance(plan, Plan) else plan
-    return CostModel(profile, cluster, system, optimizer).predict(draft, simulate=simulate, events=events)
+    if isinstance(plan, Draft):
+        return CostModel(profile, cluster, system, optimizer).predict(plan, simulate=simulate, events=events)
+    costs, draft = CostModel(profile, cluster, system, stepping_optimizer(plan, optimizer)), draft_of(plan, profile)
+    if plan.batch_per_split_rank:  # split ranks with batches of their own are timed as replicas
+        draft = draft.replaced(replicate=plan.replicas, split=1, widths=())
+    timed = draft.replaced(micro_batches=draft.micro_batches * plan.gradient_merge)
+    found = costs.predict(timed, simulate=simulate, events=events, memory=False)
+    merge, low_memory = plan.gradient_merge, plan.low_memory is not None
+    return replace(found, memory=costs.memory(draft, costs.placement(draft), merge=merge, low_memory=low_memory))
 
 
 @dataclass(frozen=True)
@@ -120,9 +127,18 @@ class CostModel:
         return [self.units.unit(unit, device, compiled) for unit in self.units.sheet(samples, split, amp).units]
 
     def memory(
-        self, draft: Draft, placement: MeshPlacement, ranks: Iterable[int] | None = None
+        self,
+        draft: Draft,
+        placement: MeshPlacement,
+        ranks: Iterable[int] | None = None,
+        *,
+        merge: int = 1,
+        low_memory: bool = False,
     ) -> tuple[PredictedMemory, ...]:
-        """Return the peak memory of every rank along the stage axis, or of ``ranks`` only."""
+        """Return the peak memory of every rank along the stage axis, or of ``ranks`` only.
+
+        merge, low_memory: options of a Plan that a draft does not have; see ``find_peak_moments``
+        """
         from echelon.planner.cost.rank_memory import find_peak_moments
 
         limits = [
@@ -132,7 +148,15 @@ class CostModel:
         on_cpu = all(device.name.startswith("CPU") for device in self.cluster.kinds)
         place: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
         found = find_peak_moments(
-            self.profile, draft, limits, system=self.system, optimizer=self.optimizer, place=place, ranks=ranks
+            self.profile,
+            draft,
+            limits,
+            system=self.system,
+            optimizer=self.optimizer,
+            place=place,
+            ranks=ranks,
+            merge=merge,
+            low_memory=low_memory,
         )
         return tuple(one.memory for one in found)
 

@@ -8,20 +8,26 @@ sent, and the update. The bytes at each moment are added up from a profile, in t
 * Replicas copy gradients into persistent buckets; gradients that wait for their bucket to fill exist beside it.
 * With several micro-batches, full gradients live from the first one to the last, at any level of ``shard``.
 * A stage keeps its output and the message made of it until the backward of the micro-batch.
+* Batches that are merged into one update add to gradients as micro-batches do. In a pipeline, the gradients of earlier
+  batches are held beside a batch; under shard 2 and 3, which reduce-scatter each batch at once, their shards are.
+* Under low_memory weights are 16-bit, and each gradient is applied and freed during backward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from echelon.parallel.low_memory.backward_updates import UNDER_WAY as UPDATES_UNDER_WAY
+from echelon.parallel.low_memory.formats import AT_ONCE
+from echelon.parallel.zero.reduce_scatter import UNDER_WAY
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import PredictedMemory
 from echelon.planner.cost.in_flight import ScheduleMoment, moments_of_rank, one_after_another
-from echelon.planner.cost.stage_memory import UNDER_WAY, PassPeak, StageMemory, StageMemoryOptions, stage
-from echelon.planner.cost.strategy_traffic import RESIDUAL
+from echelon.planner.cost.stage_memory import PassPeak, StageMemory, StageMemoryOptions, stage
+from echelon.planner.cost.strategy_traffic import LOW_MEMORY, RESIDUAL
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.model_costs import ModelCosts, ProfileLike
 
@@ -52,6 +58,9 @@ SINGLE = {
 }
 
 WORKSPACE = 8.125 * 2**20  # bytes of the cuBLAS workspace on a GPU, which lives as long as the process
+#: Temporary bytes per element of a low_memory update on a CPU, measured on weights of 2^20 elements. A GPU needs none,
+#: because it has one kernel for the update.
+LOW_MEMORY_ON_CPU = 68
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ def find_peak_moments(
     place: Place = "cuda",
     workspace: float | None = None,
     ranks: Iterable[int] | None = None,
+    merge: int = 1,
+    low_memory: bool = False,
 ) -> tuple[PeakMoment, ...]:
     """Return the memory peak of every rank along the stage axis, for the replica with the largest share of the batch.
 
@@ -86,10 +97,17 @@ def find_peak_moments(
                reduce-scattered need twice their bytes for messages; default "cuda"
     workspace: bytes that libraries use; default: WORKSPACE on GPUs, 0 on CPUs
     ranks:     ranks along the stage axis to compute; default: all
+    merge:     number of the draft's batches that are merged into one update; default 1
+    low_memory: True if the model is trained with low_memory; default False
     """
-    sheet = profile.sheet(_samples(draft), draft.split, draft.amp)
+    if merge > 1 and draft.shard < 2 and draft.stage == draft.micro_batches == 1:
+        draft, merge = draft.replaced(batch=draft.batch * merge, micro_batches=merge), 1
+    if low_memory:
+        system = replace(system, amp_weights=2.0, amp_gradients=0.0, state={optimizer: LOW_MEMORY})
+    sheet = profile.sheet(samples_of(draft), draft.split, draft.amp)
     room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
-    facts = RankMemoryInputs(draft, system, optimizer, place, room)
+    applied = max(min(unit.largest_weight / 4, unit.trained) for unit in sheet.units) if low_memory else 0.0
+    facts = RankMemoryInputs(draft, system, optimizer, place, room, merge, applied)
     edges = (0, *draft.cuts, len(sheet.units))
     found = []
     for rank in range(draft.stage) if ranks is None else ranks:
@@ -106,7 +124,7 @@ def find_peak_moments(
     return tuple(found)
 
 
-def _samples(draft: Draft) -> int:
+def samples_of(draft: Draft) -> int:
     """Return the samples of the largest micro-batch of the replica with the largest share."""
     share = max(draft.shares) / sum(draft.shares) if draft.shares else 1 / draft.replicate
     return max(1, math.ceil(draft.batch * share / draft.micro_batches - 1e-9))
@@ -131,13 +149,19 @@ def _twice(profile: ProfileLike, sheet: ModelCosts, spans: Sequence[tuple[int, i
 
 @dataclass(frozen=True)
 class RankMemoryInputs:
-    """The properties of a draft and a runtime that are the same for every rank."""
+    """The properties of a draft and a runtime that are the same for every rank.
+
+    merge:   number of batches that are merged into one update, if they do not run as micro-batches
+    applied: under low_memory, number of entries of the largest gradient; otherwise 0
+    """
 
     draft: Draft
     system: System
     optimizer: str
     place: Place
     workspace: float
+    merge: int = 1
+    applied: float = 0.0
 
     @property
     def sharing(self) -> int:
@@ -188,6 +212,8 @@ class _RankMoments:
         trained = sum(one.trained for one in stages) - twice
         held_here = sum(one.weight_bytes for one in stages) / 4 - twice
         self._weights = held_here * system.weight_bytes(draft.amp) / (facts.sharing if draft.shard == 3 else 1)
+        if facts.applied:  # low_memory narrows only trained weights
+            self._weights = held_here * system.weights - trained * (system.weights - system.amp_weights)
         self._gradients = trained * system.gradient_bytes(draft.amp)
         self._state = trained * system.state_bytes(facts.optimizer) / facts.sharing
         self._trained = trained
@@ -203,7 +229,23 @@ class _RankMoments:
         return wire + residual + anchor
 
     def fullest(self, rank: int, limit: float) -> PeakMoment:
-        return max(self._moments(rank, limit), key=lambda one: one.memory.total)
+        peak = max(self._moments(rank, limit), key=lambda one: one.memory.total)
+        return replace(peak, memory=self._completed(peak.memory))
+
+    def _completed(self, held: PredictedMemory) -> PredictedMemory:
+        """Add the gradients of earlier merged batches, or the gradient that low_memory applies."""
+        facts, entries = self._facts, self._facts.applied
+        if entries:
+            temporary = LOW_MEMORY_ON_CPU * min(entries, AT_ONCE) if facts.place == "cpu" else 0.0
+            sums = (UPDATES_UNDER_WAY + 1) * 4 * entries if facts.draft.replicate > 1 else 0.0  # in fp32
+            return replace(
+                held, gradients=2 * entries, transient=held.transient + temporary, exchange=held.exchange + sums
+            )
+        if facts.merge == 1:
+            return held
+        if facts.draft.shard > 1:
+            return replace(held, gradients=held.gradients + self._stale())
+        return replace(held, gradients=max(held.gradients, self._gradients))
 
     def _moments(self, rank: int, limit: float) -> Iterator[PeakMoment]:
         draft = self._facts.draft

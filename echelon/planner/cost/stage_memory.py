@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from echelon.parallel.zero.reduce_scatter import UNDER_WAY
 from echelon.planner.model_costs import ModelCosts, ModelUnit
+from echelon.strategy.parts import Reduction
 
 Row = np.ndarray[Any, np.dtype[np.float64]]
 
-FIRST_BUCKET = float(2**20)  # bytes of the first bucket of gradients, see strategy.parts.Reduction
-UNDER_WAY = 2  # buckets that are reduce-scattered at the same time, see parallel.zero.reduce_scatter
+FIRST_BUCKET = Reduction.first_bucket_mb * 2**20  # bytes of the first bucket of gradients
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.parallel.data.compressor import count_sent_entries as entries_left
+from echelon.parallel.low_memory.formats import BLOCK
+from echelon.parallel.low_memory.state_placement import tensor_bytes
 from echelon.strategy.parts import AdaptiveLocalSgd, Dgc, LocalSgd, ParameterServer, Shard
 
 if TYPE_CHECKING:
     from echelon.strategy.strategy import Strategy
 
 WHOLE_LAYER = 3  # the level of sharding at which parameters are gathered only while their layer computes
-LOW_MEMORY = (
-    4 + 8 / 256
-)  # bytes per entry beside the bf16 weight: 16-bit remainder, two 8-bit moments, two scales per 256
+LOW_MEMORY = sum(tensor_bytes(BLOCK)) / BLOCK  # bytes of low_memory's state per entry, beside the bf16 weight
 RESIDUAL = 8  # bytes per entry of DGC's momentum and residual, both fp32
 
 

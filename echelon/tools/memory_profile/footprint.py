@@ -11,11 +11,13 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.rank_names import place_in_words
 from echelon.observability.runlog.run_metadata import Footprint, MemorySaving, ModuleBytes
+from echelon.planner.cost.in_flight import micro_batches_in_flight
+from echelon.planner.cost.rank_memory import samples_of
 from echelon.planner.profiling.named_optimizers import named_optimizer
 from echelon.planner.profiling.optimizer_state import Given
 from echelon.planner.profiling.profile import Profile
 from echelon.tools.memory_profile.describe_job import how_in_words
-from echelon.tools.memory_profile.peak import JobMemory, PeakEstimator, RankGroupPeak, in_flight, samples_of
+from echelon.tools.memory_profile.peak import JobMemory, PeakEstimator, RankGroupPeak
 from echelon.tools.memory_profile.saved_activations import LOSS, SavedActivations, kept_by_stage
 from echelon.tools.memory_profile.suggestions import alternatives
 from echelon.tools.memory_profile.training_job import Optimizers, TrainingJob
@@ -94,7 +96,7 @@ def _rows(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActiv
 
 def _counts(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> dict[int, int]:
     sizes = {stage: one.made.total() for stage, one in kept.items()}
-    return in_flight(spread.draft, place.grids[0].coords["stage"], sizes)
+    return micro_batches_in_flight(spread.draft, place.grids[0].coords["stage"], sizes)
 
 
 def _inside(name: str, unit: str) -> bool:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import replace
 
 from echelon.distributed.mesh_groups import MeshGroups
-from echelon.parallel.low_memory.backward_updates import UNDER_WAY
-from echelon.parallel.low_memory.formats import AT_ONCE
 from echelon.plan import Plan
 from echelon.plan.draft import Draft
-from echelon.planner.cost.rank_memory import PeakMoment, find_peak_moments
-from echelon.planner.cost.system import ECHELON, System
+from echelon.planner.cost.draft_of_plan import stepping_optimizer
+from echelon.planner.cost.rank_memory import PeakMoment, find_peak_moments, samples_of
+from echelon.planner.cost.system import ECHELON
 from echelon.planner.profiling.optimizer_state import optimizer_name
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy.annotations.marks import within
@@ -22,9 +20,6 @@ from echelon.tools.memory_profile.training_job import JobPlanner, Optimizers, Tr
 
 #: The parts of the peak, with the field names of PredictedMemory.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "transient", "exchange", "buffers")
-#: Temporary bytes per element of a low_memory update on a CPU, measured on weights of 2^20 elements. A GPU needs none,
-#: because it has one kernel for the update.
-LOW_MEMORY_ON_CPU = 68
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,26 +83,23 @@ class PeakEstimator:
         plan = self._planner.plan(job)
         profile, draft = self._planner.draft_for_plan(plan, job.samples)
         draft = draft.replaced(recompute=()) if _is_long(plan) else draft
-        optimizer = "lamb" if plan.lamb else "lars" if plan.lars else self._name
+        optimizer = stepping_optimizer(plan, self._name)
         found = find_peak_moments(
-            profile, draft, system=_system(plan, optimizer), optimizer=optimizer, place=profile.device
+            profile,
+            draft,
+            system=replace(ECHELON, state={optimizer: 0.0}),  # the exact size is known
+            optimizer=optimizer,
+            place=profile.device,
+            merge=plan.gradient_merge,
+            low_memory=plan.low_memory is not None,
         )
         found = tuple(_in_long_segments(plan, profile, draft, peak) for peak in found)
         places = [
-            RankGroupPeak(grids, holding, _kinds(plan, holding, peak, profile.device), _in_words(profile, peak))
+            RankGroupPeak(grids, holding, _kinds(holding, peak), _in_words(profile, peak))
             for grids, holding in self._holdings.of(plan)
             for peak in [found[grids[0].coords["stage"]]]
         ]
         return JobMemory(job.samples, plan, profile, draft, places)
-
-
-def _system(plan: Plan, optimizer: str) -> System:
-    """Return the System constants without optimizer state, whose exact size is added later by ``_kinds``."""
-    known = replace(ECHELON, state={optimizer: 0.0})
-    if plan.low_memory is None:
-        return known
-    # low_memory frees each gradient at once, and its weights are already in 16 bits, so no cast copies exist
-    return replace(known, amp_weights=2.0, amp_gradients=0.0)
 
 
 def _is_long(plan: Plan) -> bool:
@@ -135,18 +127,9 @@ def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: PeakMome
     return replace(peak, memory=memory)
 
 
-def _kinds(plan: Plan, holding: ResidentMemory, peak: PeakMoment, place: str) -> dict[str, int]:
+def _kinds(holding: ResidentMemory, peak: PeakMoment) -> dict[str, int]:
     kinds = {kind: round(getattr(peak.memory, kind)) for kind in KINDS}
-    kinds |= {kind: holding.total(kind) for kind in ("parameters", "optimizer")}
-    if plan.low_memory is not None:
-        kinds["gradients"] = holding.largest
-        kinds["transient"] += LOW_MEMORY_ON_CPU * min(holding.largest // 2, AT_ONCE) if place == "cpu" else 0
-        kinds["exchange"] += (UNDER_WAY + 1) * 2 * holding.largest if plan.ranks > 1 else 0  # all-reduce is in fp32
-    elif plan.gradient_merge > 1 and plan.pipeline is not None:
-        kinds["gradients"] = max(kinds["gradients"], holding.total("whole"))  # gradients of earlier batches
-    elif plan.gradient_merge > 1 and plan.shard is not None and plan.shard.level > 1:
-        kinds["gradients"] += holding.total("gradients")
-    return kinds
+    return kinds | {kind: holding.total(kind) for kind in ("parameters", "optimizer")}
 
 
 def _in_words(profile: Profile, peak: PeakMoment) -> str:
@@ -160,25 +143,3 @@ def _in_words(profile: Profile, peak: PeakMoment) -> str:
         return f"{peak.moment} of the model"
     beyond = " and what follows it" if peak.unit == len(profile.members) - 1 else ""
     return f"{peak.moment} of {name}{beyond}"
-
-
-def in_flight(draft: Draft, stage: int, kept: dict[int, int]) -> dict[int, int]:
-    """Return the micro-batches in flight for each stage of a rank, when their saved activations are largest.
-
-    stage:  rank along the stage axis
-    kept:   bytes saved per micro-batch, by stage
-    """
-    from echelon.planner.cost.in_flight import moments_of_rank
-
-    own = list(range(stage, draft.stages, draft.stage))
-    if draft.stage == 1:
-        return dict.fromkeys(own, 1)
-    found = moments_of_rank(draft.schedule or "1f1b", draft.stages, draft.stage, draft.micro_batches, stage)
-    counts = [[n + (at == one.chunk) for at, n in enumerate(one.open)] for one in found if one.kind in "FB"]
-    most = max(counts, key=lambda each: sum(n * kept.get(at, 0) for n, at in zip(each, own, strict=True)))
-    return dict(zip(own, most, strict=True))
-
-
-def samples_of(draft: Draft) -> int:
-    """Return the samples of a micro-batch, rounded up."""
-    return max(1, math.ceil(draft.micro_batch - 1e-9))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.process_groups import ProcessGroups
 from echelon.engine.parallelize import hosted_stages, params_shared_by_stages
 from echelon.engine.replace_optimizers import replace_optimizers
+from echelon.parallel.low_memory.state_placement import tensor_bytes
 from echelon.parallel.zero.row_partition import RowPartition, cut_all
 from echelon.plan import Plan
 from echelon.planner.profiling.fake_copy import FakeModel
@@ -35,13 +36,11 @@ class ParameterBytes:
     parameters: the parameter, or this rank's shard of it
     gradients:  the gradient that stays until the next backward
     optimizer:  optimizer state
-    whole:      the full gradient that backward computes, before reduce-scatter
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    whole: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,6 @@ class ResidentMemory:
 
     def total(self, kind: str) -> int:
         return sum(getattr(held, kind) for held in self.parameters.values())
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest gradient."""
-        return max((held.whole for held in self.parameters.values()), default=0)
 
 
 class ResidentEstimator:
@@ -114,11 +108,11 @@ class ResidentEstimator:
         entries, size = math.prod(shape), parameter.element_size()
         trained = parameter.requires_grad
         if plan.low_memory is not None and trained:  # each gradient is freed as soon as it has been applied
-            return ParameterBytes(2 * entries, 0, low_memory_bytes(shape), 2 * entries)
+            return ParameterBytes(2 * entries, 0, sum(tensor_bytes(entries)))
         here = math.prod(part) * size
         kept = here if plan.shard is not None and plan.shard.level == 3 else entries * size
         state = state_bytes(stepping, parameter, part, self._known)
-        return ParameterBytes(kept, here * trained, state, entries * size * trained)
+        return ParameterBytes(kept, here * trained, state)
 
     def _stepping(self, plan: Plan) -> Owners:
         """Return the optimizers that take the steps; LARS or LAMB may replace the given ones."""
@@ -141,14 +135,6 @@ class ResidentEstimator:
             model = shadow.model
         shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
         return shapes, {name: value.numel() * value.element_size() for name, value in model.named_buffers()}
-
-
-def low_memory_bytes(shape: Sequence[int]) -> int:
-    """Return the bytes of the remainder and moments of a low_memory parameter."""
-    from echelon.parallel.low_memory.state_placement import on_device
-
-    kept = on_device(torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta"))
-    return sum(value.numel() * value.element_size() for value in kept.tensors() if value is not None)
 
 
 def _names_here(plan: Plan, grid: MeshGroups) -> set[str] | None:

@@ -19,7 +19,8 @@ from echelon.plan.draft import Draft
 from echelon.plan.partition import balance_stages
 from echelon.plan.saved_plan import SavedPlan
 from echelon.plan.stage_trace import StageTrace, record
-from echelon.planner.apply.realize import complete_saved_plan, draft_of, saved_plan_inputs
+from echelon.planner.apply.realize import complete_saved_plan, saved_plan_inputs
+from echelon.planner.cost.draft_of_plan import draft_of
 from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.planner.profiling.fake_step import batch_placeholders
 from echelon.planner.profiling.profile import Profile
@@ -137,25 +138,14 @@ class JobPlanner:
 
     def draft_for_plan(self, plan: Plan, samples: int) -> tuple[Profile, Draft]:
         """Return the plan as a draft, and a profile whose units can express its stages and splits."""
-        splits = tuple(plan.splits.items())
+        splits, batch = tuple(plan.splits.items()), samples * plan.mesh["replicate"]
         profile = self._cut((), splits, plan.batch_per_split_rank) if splits else self._profile
         try:
-            return profile, _draft(plan, profile, samples)
+            return profile, draft_of(plan, profile, batch)
         except UsageError:
             assert plan.stages is not None
         profile = self._cut(tuple(plan.stages.units), splits, plan.batch_per_split_rank)
-        return profile, _draft(plan, profile, samples)
+        return profile, draft_of(plan, profile, batch)
 
     def _profile_of(self, units: tuple[str, ...], splits: tuple[tuple[str, Split], ...], spread: bool) -> Profile:
         return self._profile.cut(units, dict(splits), spread)
-
-
-def _draft(plan: Plan, profile: Profile, samples: int) -> Draft:
-    """Return the plan as a draft, in which the batches of gradient_merge count as micro-batches.
-
-    They do not with shard 2 and 3, which reduce-scatter each batch at once, nor in a pipeline, which runs per batch.
-    """
-    draft = draft_of(plan, profile, samples * plan.mesh["replicate"])
-    if plan.gradient_merge == 1 or draft.shard > 1 or plan.pipeline is not None:
-        return draft
-    return draft.replaced(batch=draft.batch * plan.gradient_merge, micro_batches=plan.gradient_merge)
