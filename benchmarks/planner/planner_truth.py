@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.planner.fit_constants import FittedConstant, fit
 from benchmarks.planner.planner_truth_memory import titan_memory
 from benchmarks.planner.planner_truth_rows import GIB, Row, read
 from benchmarks.planner.planner_truth_systems import (
@@ -36,7 +37,6 @@ from benchmarks.planner.planner_truth_systems import (
     Foretelling,
     needs_recompute,
 )
-from echelon.planner.cost.fit_constants import FittedConstant, fit
 
 SINGLE, MULTI = "a100_single_node.csv", "a100_multi_node.csv"
 MEGATRON, TITAN = "megatron_sc21_table1_a100.csv", "torchtitan_h100_llama31.csv"

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
+from benchmarks.planner.fit_constants import FittedConstant
 from benchmarks.planner.planner_truth_models import Kernels, Published, Shape
 from benchmarks.planner.planner_truth_rows import Row
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Curve, Host
 from echelon.planner.cluster.device_catalog import kind_named
 from echelon.planner.cost.compute import UnitSeconds
-from echelon.planner.cost.fit_constants import FittedConstant
 from echelon.planner.cost.predict import CostModel
 from echelon.planner.cost.system import System
 

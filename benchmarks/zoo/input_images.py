@@ -14,6 +14,7 @@ import io
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,6 @@ from echelon.data import Loader, Repeated
 from echelon.zoo.datasets.image_folder import open_folder
 from echelon.zoo.entry import Request
 from echelon.zoo.preprocessing import PREPROCESSINGS, EncodedPicture
-from echelon.zoo.train.input import measure_input
 
 SIZES = ((341, 256), (500, 375))
 CLASSES, PER_CLASS = 8, 64
@@ -56,6 +56,37 @@ def write(folder: Path, width: int, height: int) -> float:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(pictures[number % len(pictures)])
     return sum(map(len, pictures)) / len(pictures)
+
+
+@dataclass(frozen=True)
+class InputThroughput:
+    """The number of examples read in ``seconds`` without training."""
+
+    examples: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.examples / self.seconds
+
+
+def measure_input(loader: Loader, seconds: float) -> InputThroughput:
+    """Measure the throughput of the input alone: read batches of this rank and discard them.
+
+    The first batch of each worker is not counted (processes start, files are opened). Batches prefetched in that time
+    make the result too high, so measure for many times the duration of a batch.
+    """
+    left, examples, begin, now = max(loader.workers, 1), 0, 0.0, 0.0
+    while True:
+        for batch in loader:
+            now = time.perf_counter()
+            if left:
+                left -= 1
+                begin = now
+                continue
+            examples += len(batch[-1])
+            if now - begin >= seconds:
+                return InputThroughput(examples, now - begin)
 
 
 def pipeline(folder: Path, name: str, workers: int, seconds: float, batch: int) -> float:

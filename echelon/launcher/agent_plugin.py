@@ -33,11 +33,6 @@ class Round:
     def world_size(self) -> int:
         return sum(len(host.endpoints) for host in self.hosts)
 
-    @property
-    def first_rank(self) -> int:
-        """The smallest rank on this host."""
-        return sum(len(host.endpoints) for host in self.hosts[: self.node_rank])
-
 
 class AgentPlugin(Protocol):
     """Lives as long as the launcher. A round calls ``environment`` before its ranks start, ``end`` after they end."""

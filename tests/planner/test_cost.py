@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.planner.fit_constants import FittedConstant, fit, minimize
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cost.collective_costs import CommGroup, seconds, send_seconds
 from echelon.planner.cost.compute import kernel_seconds, tile_part, unit_seconds
-from echelon.planner.cost.fit_constants import FittedConstant, fit, minimize
 from echelon.planner.cost.placement import place
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.model_costs import Kernel, ModelUnit, UnitPass

@@ -130,9 +130,9 @@ def test_ranks_are_numbered_by_host_and_use_the_link_they_share() -> None:
     cluster = Cluster.parse("2x8xV100+1x8xT4")
     assert [cluster.device(rank).name for rank in (0, 15, 16, 23)] == ["V100", "V100", "T4", "T4"]
     assert [device.name for device in cluster.devices()] == [cluster.device(rank).name for rank in range(24)]
-    assert cluster.group_link(range(8, 16)).name == "NVLink"
-    assert cluster.group_link(range(16, 24)).name == "PCIe"
-    assert cluster.group_link([0, 8]) == cluster.network
+    assert {cluster.place(rank)[2].link.name for rank in range(8, 16)} == {"NVLink"}
+    assert {cluster.place(rank)[2].link.name for rank in range(16, 24)} == {"PCIe"}
+    assert cluster.place(0)[0] != cluster.place(8)[0]
     assert not cluster.uniform
     assert Cluster.parse("2x8xV100").uniform
     with pytest.raises(IndexError):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from benchmarks.zoo.input_images import measure_input
 from echelon.base.errors import DataError, UsageError
 from echelon.data import CtrFiles, FileList, Loader, Repeated, RepeatedStream
 from echelon.zoo.entry import Data, Request
 from echelon.zoo.train import input as reading
-from echelon.zoo.train.input import InputWaitTimer, loader_options, measure_input, train_part
+from echelon.zoo.train.input import InputWaitTimer, loader_options, train_part
 
 TENSORS = TensorDataset(torch.arange(10), torch.arange(10) * 2)
 

@@ -56,10 +56,6 @@ class UpdateMode:
 
     # ---- queries ----
 
-    def may_read(self, worker: int, step: int) -> bool:
-        """Return True if this worker may read the weights for a step."""
-        return not self.missing(worker, step)
-
     def missing(self, worker: int, step: int) -> dict[int, str]:
         """Return the workers that the step has to wait for, each with a description of what is missing."""
         return {}

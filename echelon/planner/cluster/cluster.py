@@ -235,11 +235,6 @@ class Cluster:
         _, place, host = self.place(rank)
         return host.devices[place]
 
-    def group_link(self, ranks: Iterable[int]) -> Link:
-        """Return the link that these ranks use: their host's own link, or the network if they are on several hosts."""
-        places = [self.place(rank) for rank in ranks]
-        return places[0][2].link if len({number for number, _, _ in places}) == 1 else self.network
-
     def with_(
         self,
         *,

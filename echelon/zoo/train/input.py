@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from echelon.base.errors import UsageError
@@ -123,34 +122,3 @@ class InputWaitTimer:
 
 def _workers_said(workers: int) -> str:
     return f"{things(workers, 'worker')} a rank" if workers else "no workers"
-
-
-@dataclass(frozen=True)
-class InputThroughput:
-    """The number of examples read in ``seconds`` without training."""
-
-    examples: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.examples / self.seconds
-
-
-def measure_input(loader: Loader, seconds: float) -> InputThroughput:
-    """Measure the throughput of the input alone: read batches of this rank and discard them.
-
-    The first batch of each worker is not counted (processes start, files are opened). Batches prefetched in that time
-    make the result too high, so measure for many times the duration of a batch.
-    """
-    left, examples, begin, now = max(loader.workers, 1), 0, 0.0, 0.0
-    while True:
-        for batch in loader:
-            now = time.perf_counter()
-            if left:
-                left -= 1
-                begin = now
-                continue
-            examples += len(batch[-1])
-            if now - begin >= seconds:
-                return InputThroughput(examples, now - begin)

@@ -29,7 +29,6 @@ def _group(name: str, *rows: tuple[Any, ...]) -> list[TrainParameter]:
 Decay = Literal["fixed", "exponential", "polynomial"]
 Luong = Literal["luong234", "luong5", "luong10"]
 Optimizer = Literal["adadelta", "adagrad", "adam", "adamw", "ftrl", "lamb", "lars", "momentum", "rmsprop", "sgd"]
-TaskType = Literal["pretrain", "finetune"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 PARAMETERS: tuple[TrainParameter, ...] = (
