@@ -1,4 +1,4 @@
-"""Auto: nobody says how to spread this transformer. The plan is found with the first batch, and says why.
+"""Auto: find a plan for this transformer with the first batch, and say why.
 
     echelon run --procs 2 examples/auto.py
     python examples/auto.py

@@ -68,7 +68,7 @@ def loss_of(scores: Tensor, letters: Tensor) -> Tensor:
 
 
 def write(weights: dict[str, Tensor], count: int = 100) -> str:
-    """What a whole model, made from all stages' weights, writes after a line break."""
+    """Return the text that a whole model, made from all stages' weights, writes after a line break."""
     model = Writer().eval()
     model.load_state_dict(weights)
     letters = [0]

@@ -65,7 +65,7 @@ def train(strategy: Strategy, epochs: int) -> float:
 
 
 def traffic(strategy: Strategy) -> str:
-    """What each rank sends in a step, as ``explain`` computes it."""
+    """Return the bytes that each rank sends in a step, as ``explain`` computes them."""
     text = strategy.explain(perceptron(), ranks=max(echelon.world_size(), 2))
     found = re.findall(r"(?:in all|gradients|weights) +([\d.,]+ k?M?B)", text.partition("Sent by")[2])
     return found[-1] if found else "?"

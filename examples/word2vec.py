@@ -3,7 +3,7 @@
     echelon run --servers 1 --workers 2 examples/word2vec.py --mode async
     python examples/word2vec.py
 
-A word's id is a hash of its letters, so that a new word needs nobody's permission. The text is made up: words that go
+A word's id is a hash of its letters, so that a new word needs no registration. The text is made up: words that go
 together belong to one of a few topics, and after training a word's nearest neighbours are of its own topic.
 """
 
@@ -49,7 +49,7 @@ def pairs(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def own_topic(model: SkipGram) -> float:
-    """How many of all words have a nearest neighbour of their own topic."""
+    """Return the fraction of words whose nearest neighbour has their own topic."""
     ids = torch.tensor([stable_hash(word) for word in VOCABULARY])
     with torch.no_grad():
         rows = F.normalize(model.word(ids), dim=1)

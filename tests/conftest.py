@@ -1,5 +1,5 @@
-"""Which files go first: those that take longest, so that at the end no worker is left alone with one of them. And one
-fork server for all workers."""
+"""Order of test files: the slowest go first, so that at the end no worker is left alone with one of them. One
+fork server serves all workers."""
 
 from __future__ import annotations
 

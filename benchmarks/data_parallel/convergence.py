@@ -116,7 +116,7 @@ ROWS: dict[str, Row] = {
 
 
 def data_folder() -> Path | None:
-    """Where the images are, when they are here."""
+    """Return the directory of the images, if they are here."""
     beside = ROOT.parent / "shared" / "data"
     folder = Path(os.environ.get("ECHELON_TEST_DATA", beside))
     return folder if (folder / "mnist-10k-images-idx3-ubyte.gz").is_file() else None
@@ -154,7 +154,7 @@ def make_optimizer(row: Row, net: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Digits:
-    """What is trained on and tested with, and for how long."""
+    """A data set for training and testing, and the length of the training."""
 
     images: Tensor
     digits: Tensor
@@ -212,7 +212,7 @@ def worker(names: list[str], epochs: int, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one row, over all seeds: accuracies in percent, the difference to plain training in points."""
+    """Result of one row, over all seeds: accuracies in percent, the difference to plain training in points."""
 
     name: str
     optimizer: str
@@ -271,7 +271,7 @@ def within(result: Result) -> bool:
 
 
 def launch(names: list[str], epochs: int, seed: int) -> Iterator[dict[str, Any]]:
-    """What became of each row, in one pair of processes."""
+    """Return the result of each row, in one pair of processes."""
     with tempfile.TemporaryDirectory() as logs:
         command = [sys.executable, "-m", "echelon", "run", "--procs", str(RANKS), "--log-dir", logs, __file__]
         command += ["--seed", str(seed), "--epochs", str(epochs), "--only", ",".join(names)]

@@ -29,7 +29,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def hand_written(work: Workload, ddp: bool) -> Step:
-    """What a user writes without a framework; with ``ddp``, torch's own data parallelism around the model."""
+    """A loop without a framework; with ``ddp``, torch's own data parallelism around the model."""
     torch.manual_seed(0)
     model = work.model()
     trained = DistributedDataParallel(model) if ddp else model

@@ -1,4 +1,4 @@
-"""What Echelon's own Python costs in a step, in a batch and in a pipeline's action, on a CPU.
+"""Cost of Echelon's own Python in a step, in a batch and in a pipeline's action, on a CPU.
 
     python benchmarks/data_parallel/overhead.py [--rounds 40] [--steps 25] [--out results.json]
 

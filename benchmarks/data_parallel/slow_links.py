@@ -5,7 +5,7 @@
          [--quick] [--out results.json]
 
 Hosts are network namespaces of this machine, one process of one thread each; they share its cores, so "alone" shows
-what a step costs without the network. Contenders take turns within a round, and whoever is not on turn is stopped. A
+what a step costs without the network. Contenders take turns within a round, and all others are stopped. A
 turn's step time is the mean over its steps (LocalSGD's are not alike) of the slowest host; figures are medians over
 rounds. All train on the same batches from the same weights; the loss is the mean of the last 5 steps over all hosts,
 after the same number of steps for everyone. "sent" is what a host's interface counted in a step: with every packet's
@@ -48,7 +48,7 @@ NAMES = {
     "dgc-99": "Echelon, dgc 99 %",
     "localsgd": "Echelon, localsgd k=8",
 }
-#: Horovod's fp16 is there for whoever asks.
+#: Horovod's fp16 is run only if named.
 DEFAULT_PEERS = ",".join(name for name in NAMES if name not in ("alone", "horovod-fp16"))
 
 
@@ -129,7 +129,7 @@ class Contender:
 
 
 def _environment(network: Network, host: int, port: int) -> dict[str, str]:
-    """As torchrun would make it for one process on each host."""
+    """Make the environment that torchrun makes for one process on each host."""
     return {
         **os.environ,
         "RANK": str(host),
@@ -276,7 +276,7 @@ def _refuse_mistakes(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 def main() -> None:
     args, begin = arguments(), time.monotonic()
-    # As Ctrl-C does: an orderly end. The kernel ends our processes in any case.
+    # Ctrl-C: an orderly end. The kernel ends our processes in any case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     results, failed = [], []
     for model in args.models:

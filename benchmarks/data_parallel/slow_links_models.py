@@ -26,7 +26,7 @@ class Work:
 
 
 def vgg_like() -> nn.Module:
-    """As in VGG nearly all of the 10.7 M parameters are fully connected: much to send, little to compute."""
+    """A VGG-like model: nearly all of the 10.7 M parameters are fully connected: much to send, little to compute."""
     return _ready(
         *_convolution(1, 8, pool=4),
         nn.Flatten(),

@@ -48,7 +48,7 @@ def hand_written(
 
 
 def alone(work: Work) -> Contender:
-    """What every other contender computes, without the others: each host for itself, all at the same time."""
+    """Train without the other hosts: each host for itself, all at the same time."""
     model, optimizer = _start(work)
     return Contender(hand_written(model, optimizer), lambda: None)
 
@@ -138,7 +138,7 @@ def _start(work: Work) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _meet_for_horovod() -> None:
-    """What ``horovodrun`` does before a worker starts: variables for each rank, and a server where the ranks meet."""
+    """Prepare a worker as ``horovodrun`` does: variables for each rank, and a server for their rendezvous."""
     rank, world, address = os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     os.environ |= {"HOROVOD_RANK": rank, "HOROVOD_SIZE": world, "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}

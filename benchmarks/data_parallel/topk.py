@@ -1,4 +1,4 @@
-"""What compressing a gradient costs: selecting the largest entries, and a compressor's whole step.
+"""Cost of compressing a gradient: selecting the largest entries, and a compressor's whole step.
 
     python benchmarks/data_parallel/topk.py [--entries 25000000] [--device cpu|cuda] [--threads 1]
            [--rounds 7] [--out results.json]

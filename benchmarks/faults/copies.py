@@ -1,4 +1,4 @@
-"""What a copy of the training state after every step costs a step.
+"""Cost of an in-memory snapshot of the training state after every step.
 
     python benchmarks/faults/copies.py [--cases data,shard,pipeline] [--blocks 6] [--steps 4] [--out results.json]
 

@@ -1,4 +1,4 @@
-"""What a copy of the training state after every step costs a step on a GPU: ResNet-50 (timm's), bf16, batches of 256.
+"""Cost of an in-memory snapshot after every step on a GPU: ResNet-50 (timm's), bf16, batches of 256.
 
     echelon run --procs 1 --copies 1 benchmarks/faults/copies_gpu.py
 

@@ -5,7 +5,7 @@ undisturbed run, or it ends soon and says why. Hosts are network namespaces on t
            [--out faults.json]
 
 Two hosts train, a third stands by; all three were given the same command. Modes with parameter servers have two hosts
-with a server and a worker each, and nobody stands by; there a launcher that was killed is started again, as the
+with a server and a worker each, without a spare host; there a launcher that was killed is started again, as the
 scheduler of a cluster does.
 """
 
@@ -42,7 +42,7 @@ PORT = 29500
 
 @dataclass
 class Outcome:
-    """What became of one job."""
+    """Result of one job."""
 
     mode: str
     fault: str
@@ -71,7 +71,7 @@ class Job:
         self.launchers = [self._start(host, copies) for host in self.hosts]
 
     def start_again(self, host: int) -> None:
-        """What a cluster's scheduler does for a server that has gone: the same command, where its state is."""
+        """Restart a lost server as a cluster's scheduler does: the same command, where its state is."""
         self.launchers[host].wait()
         self.launchers[host] = self._start(host, copies=0)
 

@@ -66,7 +66,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def run(network: Network, place: Path, env: dict[str, str]) -> list[dict[str, float]]:
-    """What each change was, and the seconds until a step was made with the new number of ranks."""
+    """Return each change, and the seconds until a step was made with the new number of ranks."""
     log = (place / "said").open("ab")
     words = [sys.executable, "-m", "echelon", "run", "--nnodes", "1:3", "--procs", "1", "--last-call", "1"]
     words += ["--master", f"{network.addresses[0]}:29500", "--host-timeout", "8", "train.py", str(STEPS), "0.15"]

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/fast_gpu.py ["convolutions" ...]
 
-One line of JSON a check; exit code 1 where one fails. Needs a GPU that nobody else uses: where the device is busy with
+One line of JSON a check; exit code 1 where one fails. Needs a GPU without other jobs: where the device is busy with
 other things, no graph is made.
 """
 
@@ -104,7 +104,7 @@ class Spoiling(Transformer):
 
 
 class Borrowed(nn.Module):
-    """Of transformers, with dropout; ``kind``: "bert" or "gpt2"."""
+    """A model of transformers, with dropout; ``kind``: "bert" or "gpt2"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def compared(
     within: float = 0.05,
     **options: Any,
 ) -> bool:
-    """Whether the fast path gives the losses of the same options without it, and whether it ends with
+    """Return True if the fast path gives the losses of the same options without it, and ends with
     a graph as it should."""
     if sys.argv[1:] and name not in sys.argv[1:]:
         return True

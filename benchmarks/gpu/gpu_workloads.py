@@ -1,4 +1,4 @@
-"""What gpu.py trains: ResNet-50, BERT-large and GPT-2-medium, each as a model, a batch and a loss."""
+"""Workloads of gpu.py: ResNet-50, BERT-large and GPT-2-medium, each as a model, a batch and a loss."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def seconds(step: Step, batches: Iterator[Any], count: int) -> float:
 
 
 def _ratio(found: dict[str, list[float]], ours: str, bar: str) -> float:
-    """How many times as quick as ``bar`` it is, within a round; the median."""
+    """Return the speed as a multiple of ``bar`` within a round; the median."""
     return round(statistics.median(b / a for a, b in zip(found[ours], found[bar], strict=True)), 3)
 
 

@@ -27,7 +27,7 @@ WIDTH = {"plain": 4096, "recomputed": 4096, "lean": 8192}  # GPT-3's shapes: 128
 
 
 def layers_for(billions: float, width: int) -> int:
-    """As many layers as make up about so many parameters."""
+    """Return the number of layers that make up about so many parameters."""
     rest = (VOCABULARY + LENGTH + 2) * width
     return max(1, round((billions * 1e9 - rest) / (12 * width**2 + 13 * width)))
 

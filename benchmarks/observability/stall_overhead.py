@@ -1,4 +1,4 @@
-"""What the stall watch costs a step, and what a roll call costs in the steps that begin with one.
+"""Cost of the stall watch per step, and of a roll call in the steps that begin with one.
 
     python benchmarks/observability/stall_overhead.py [--rounds 40] [--steps 25]
            [--out benchmarks/measured/stall_overhead.json]
@@ -36,7 +36,7 @@ from harness import run
 
 
 class _Off:
-    """What stands in for a note when nothing is noted."""
+    """A note that does nothing."""
 
     def __init__(self, *_: object) -> None: ...
 

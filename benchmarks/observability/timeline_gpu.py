@@ -61,7 +61,7 @@ def make(directory: str, asked: str | None) -> tuple[Any, tuple[torch.Tensor, to
 
 
 def work(directory: str) -> None:
-    """What a rank of the job does."""
+    """Run a rank of the job."""
     engine, batch = make(directory, "6:8")
     for _ in range(10):
         engine.step(*batch)

@@ -1,4 +1,4 @@
-"""What recording a timeline costs a step on a CPU, and what it costs not to record.
+"""Cost of recording a timeline per step on a CPU, and the cost while not recording.
 
     python benchmarks/observability/timeline_overhead.py [--rounds 30] [--steps 20]
            [--out benchmarks/measured/timeline_overhead.json]

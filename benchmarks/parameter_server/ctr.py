@@ -86,7 +86,7 @@ class Contender:
 
 
 def results(printed: str) -> list[dict[str, Any]]:
-    """What follows each RESULT, once for each worker; two workers may share a line."""
+    """Parse the text after each RESULT, once for each worker; two workers may share a line."""
     found: dict[Any, dict[str, Any]] = {}
     for match in re.finditer(r"RESULT (?=\{)", printed):
         try:
@@ -200,7 +200,7 @@ def ratio(one: Contender, other: Contender) -> float | None:
 
 
 def by_cpu(one: Contender, other: Contender) -> float | None:
-    """How many times as much work one does as the other with the same processor time."""
+    """Return the work of one over that of the other with the same processor time."""
     pairs = [(a.cpu, b.cpu) for a, b in zip(one.runs, other.runs, strict=True) if a and b]
     return round(statistics.median(b / a for a, b in pairs), 3) if pairs else None
 
@@ -241,7 +241,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Whether each target was reached, at the same or better loss."""
+    """Return True for each target that was reached, at the same or better loss."""
     by_name = {row["contender"]: row for row in rows if not row.get("failed")}
     lines = []
     for name, targets in TARGETS.items():

@@ -71,7 +71,7 @@ def python(path: Path, batch: int) -> Iterator[Batch]:
 
 
 def numpy_hash(words: NDArray[np.bytes_], salt: int) -> NDArray[np.int64]:
-    """As ``text_id``, for words of eight bytes at most, a column at a time."""
+    """Hash like ``text_id``, for words of eight bytes at most, a column at a time."""
     length = np.char.str_len(words).astype(np.uint64)
     state = np.full(len(words), salt, np.uint64)
     state = np.where(length > 0, mix(state ^ words.astype("S8").view(np.uint64)), state)
@@ -102,7 +102,7 @@ def echelon(path: Path, batch: int, *, shuffle: bool = False, workers: int = 1) 
 
 
 def check(contenders: dict[str, Callable[[], Iterator[Batch]]]) -> None:
-    """The first rows are the same whoever reads them."""
+    """Check that all readers return the same first rows."""
     first = {name: [torch.cat(c) for c in zip(*take(read(), 4), strict=True)] for name, read in contenders.items()}
     want = first["python"]
     for name, got in first.items():

@@ -1,4 +1,4 @@
-"""What it costs a server to lose nothing: journal, snapshots, restore, checkpoints, and the memory beside the table.
+"""Cost of durability for a server: journal, snapshots, restore, checkpoints, and the memory beside the table.
 
     python benchmarks/parameter_server/keeping.py [--ids 2000000] [--dim 16] [--directory DIR] [--out results.json]
 

@@ -1,4 +1,4 @@
-"""What a question to a parameter server costs: p50 and p99 of the round trip, and processor time on both sides.
+"""Cost of a request to a parameter server: p50 and p99 of the round trip, and processor time on both sides.
 
     python benchmarks/parameter_server/round_trip.py [--ids 7000] [--dim 16] [--dense 142500] [--asks 1000]
            [--bare] [--out results.json]

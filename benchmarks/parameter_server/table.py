@@ -1,4 +1,4 @@
-"""What the sparse table does on one core: rows pulled and pushed a second, bytes an id, and what a start costs.
+"""Speed of the sparse table on one core: rows pulled and pushed a second, bytes an id, and the cost of a start.
 
     python benchmarks/parameter_server/table.py [speed] [memory] [batch] [start] [scale] [--ids 10000000]
            [--dim 16] [--rounds 5] [--directory DIR] [--out results.json]

@@ -1,4 +1,4 @@
-"""How long the ranks of a pipeline idle, measured beside theory: stages that sleep, messages that are real.
+"""Bubbles of a pipeline, measured and compared with theory: stages that sleep, messages that are real.
 
     python benchmarks/pipeline/bubbles.py [--ranks 2 4 8] [--micro-batches 8] [--rounds 3] [--out results.json]
 

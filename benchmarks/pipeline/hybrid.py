@@ -45,7 +45,7 @@ NAMES = {
     "torch-1f1b": "torch, 1F1B",
     "torch-interleaved": "torch, Interleaved1F1B",
 }
-#: How far losses may lie apart, in parts of themselves: sums of another order, and AdamW's division by small numbers.
+#: Largest relative difference between losses: sums of another order, and AdamW's division by small numbers.
 TOLERANCE = 1e-4
 
 
@@ -71,7 +71,7 @@ class Runner(Contender):
         self.peak = max(answer["peak"] for answer in answers)
 
     def _last_words(self) -> str:
-        """Of a host that ran out of memory, where there is one: others only say that it is gone."""
+        """Return the line of a host that ran out of memory, if there is one: others only say that it is gone."""
         return next((line for line in self._said() if "memory" in line.lower()), super()._last_words())
 
 
@@ -89,7 +89,7 @@ class Setting:
 
 @dataclass
 class Race:
-    """What became of a setting."""
+    """Result of a setting."""
 
     setting: Setting
     runners: list[Runner] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Race:
         }
 
     def difference(self) -> float:
-        """Of all contenders' losses from the first one's, at any step, in parts of them."""
+        """Return the largest relative difference of all contenders' losses from the first one's, at any step."""
         if len(self.runners) < 2:
             return 0.0
         first, *others = (runner.losses for runner in self.runners)

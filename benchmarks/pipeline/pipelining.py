@@ -40,7 +40,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class Turn(NamedTuple):
-    """Of a step, on all ranks: seconds by the clock of the slowest, and of CPU together."""
+    """Times of a step on all ranks: seconds by the clock of the slowest, and of CPU together."""
 
     clock: float
     cpu: float

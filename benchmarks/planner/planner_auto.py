@@ -106,7 +106,7 @@ class Crew(Contender):
         self._quotas.close()
 
     def ask(self, do: str, limit: float = 60, **request: Any) -> list[dict[str, Any]]:
-        """What every rank answers; ContenderFailed where one cannot."""
+        """Return every rank's answer; raise ContenderFailed if one has none."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"do": do, **request}).encode() + b"\n")
@@ -199,7 +199,7 @@ class Trial:
         return {draft: last.get(draft, seconds[0]) for draft, seconds in found.items()}
 
     def difference(self) -> float:
-        """Of all plans' losses from the first one's, at any of the first steps, in parts of them."""
+        """Return the largest relative difference of all plans' losses from the first one's, in the first steps."""
         first, *others = self.losses.values()
         return max((abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=True)), default=0.0)
 
@@ -215,7 +215,7 @@ def machines(layout: Layout, bench: Path, network: Link) -> Cluster:
 
 
 def links(network: Network, hosts: int, rates: list[str]) -> dict[str, Link]:
-    """What one rank on each host measures at every rate. Where bytes wait for the network alone, its rate says all."""
+    """Measure one rank per host at every rate. If bytes wait for the network alone, its rate says all."""
     crew = Crew(network, Layout(hosts, 1), next(iter(TASKS)), 29599)
     try:
         return {rate: _link(crew, network, rate) for rate in rates}

@@ -69,13 +69,13 @@ class Rank:
         return {}
 
     def network(self) -> dict[str, Any]:
-        """What messages and collectives between the ranks take, as ``echelon bench`` measures it."""
+        """Measure messages and collectives between the ranks, as ``echelon bench`` does."""
         world = worlds.current()
         return {"collectives": collective_rows(world, quick=True), "overlap": overlap_rows(world, quick=True)}
 
 
 def own_core() -> None:
-    """As on a host of its own: this rank's core is not where another one is at work, unless there are too few."""
+    """Pin this rank to a core of its own, as on a separate host, unless there are too few."""
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[RANK % len(allowed)]})
 

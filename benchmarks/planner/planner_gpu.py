@@ -95,7 +95,7 @@ def settings() -> list[Setting]:
 
 
 def others() -> list[Setting]:
-    """Settings that nobody had looked at when the model of costs was made."""
+    """Settings that were not used when the cost model was made."""
     if not ON_GPU:
         return []
     return [
@@ -110,7 +110,7 @@ def others() -> list[Setting]:
 
 @dataclass(frozen=True)
 class Question:
-    """What to choose for ``rows`` of a workload, in ``memory`` bytes."""
+    """Return the choice for ``rows`` of a workload, in ``memory`` bytes."""
 
     work: Workload
     rows: int
@@ -183,7 +183,7 @@ def clean() -> None:
 
 
 class Profiles:
-    """Of every workload, made once, without the device."""
+    """Profiles of every workload, made once, without the device."""
 
     def __init__(self) -> None:
         self._found: dict[str, Profile] = {}

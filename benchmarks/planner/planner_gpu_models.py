@@ -1,4 +1,4 @@
-"""What benchmarks/planner/planner_gpu.py trains: ResNet-50, BERT-large and a GPT, in plain torch."""
+"""Models of benchmarks/planner/planner_gpu.py: ResNet-50, BERT-large and a GPT, in plain torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from echelon.planner.profiling.profile import Profile, profile
 
 MB = 1e6
 
-#: Of a draft, beside the batch, which is the case's for each replica, and cuts, which halve the units.
+#: Settings of a draft, beside the batch, which is the case's for each replica, and cuts, which halve the units.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "micro-batches": {"micro_batches": 4},
@@ -67,7 +67,7 @@ def profiled(case: str, device: Literal["cpu", "cuda"]) -> Profile:
 
 
 def measured(case: str, draft: Draft, optimizer: str, units: tuple[str, ...], device: str) -> list[dict[str, Any]]:
-    """What every rank tells, in their order."""
+    """Return every rank's answer, in rank order."""
     asked = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
     worker = [str(Path(__file__).with_name("planner_memory_worker.py")), case, optimizer]
     env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
@@ -100,7 +100,7 @@ def compare(case: str, setting: str, anatomy: Profile, optimizer: str, device: s
 
 
 def workspace() -> float:
-    """What cuBLAS takes for itself, by default: 32 MiB on Hopper, 8 MiB and a little elsewhere."""
+    """Return the workspace of cuBLAS, by default: 32 MiB on Hopper, 8 MiB and a little elsewhere."""
     return (32.0 if torch.cuda.get_device_capability()[0] == 9 else 8.125) * 2**20
 
 

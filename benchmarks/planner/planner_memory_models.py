@@ -28,7 +28,7 @@ class _Double(nn.Module):
 
 
 class UNet(nn.Module):
-    """What goes down comes up again, beside what was there before: units whose outputs are used much later."""
+    """A U-shaped model: units whose outputs are used much later."""
 
     def __init__(self, width: int = 16, depth: int = 3, channels: int = 3) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ def even(cluster: Cluster) -> Draft:
 
 
 def aware(found: Profile, cluster: Cluster) -> Draft:
-    """What the planner makes of it, with a whole replica on every rank: only shares differ."""
+    """Return the planner's choice with a whole replica on every rank: only shares differ."""
     fixed = {"replicate": cluster.size, "stage": 1, "split": 1, "shard": 0}
     return search(found, cluster, batch=ROWS, optimizer=OPTIMIZER, fixed=fixed).best[0].draft
 
@@ -179,7 +179,7 @@ def _alone(steps: int) -> dict[str, Tensor]:
 
 
 def _difference(state: dict[str, Tensor], alone: dict[str, Tensor]) -> float:
-    """Of all weights, in parts of how far the one that went furthest has gone."""
+    """Return the largest difference of any weight, relative to the largest change of a weight."""
     start = TASK.start()[0].state_dict()
     moved = max(float((alone[name] - value).abs().max()) for name, value in start.items())
     return max(float((state[name] - value).abs().max()) for name, value in alone.items()) / moved

@@ -1,4 +1,4 @@
-"""What the planner's benchmarks train on CPUs: much to send and little to compute, or the other way round.
+"""Models of the planner's benchmarks on CPUs: much to send and little to compute, or the other way round.
 
 No batch norm and no dropout: every way to spread a model over ranks then learns the same.
 """
@@ -100,7 +100,7 @@ TASKS = {
 
 
 def row_counts(rows: int, shares: tuple[float, ...], replicas: int) -> list[int]:
-    """How many rows of the global batch each replica has: by its share, whole ones, all of them given out."""
+    """Return the rows of the global batch of each replica: by its share, whole ones, all of them given out."""
     weights = shares or (1.0,) * replicas
     ends = [round(rows * part / sum(weights)) for part in itertools.accumulate(weights)]
     return [end - first for first, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -80,7 +80,7 @@ def simulated(shape: str, name: ScheduleName, ranks: int, micros: int, costs: Co
 
 
 def messages(kind: Kind, stage: int, stages: int) -> int:
-    """How many an action receives and sends: a forward and its backward as many, the weights' part none."""
+    """Count the messages of an action: a forward and its backward have as many, the weights' part none."""
     return 0 if kind == "W" else (stage > 0) + (stage < stages - 1)
 
 

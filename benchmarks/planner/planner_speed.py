@@ -1,4 +1,4 @@
-"""How long planning takes: a 12-layer BERT on 8 devices, and a model of 1T parameters on 1,000 to 100,000.
+"""Time of planning: a 12-layer BERT on 8 devices, and a model of 1T parameters on 1,000 to 100,000.
 
     python benchmarks/planner/planner_speed.py [--out FILE] [--only NAME ...]
 

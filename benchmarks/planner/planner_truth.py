@@ -46,7 +46,7 @@ MANY = 200  # rows of another file, beyond which a part of them is enough to fit
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Of predictions, in per cent."""
+    """Errors of predictions, in per cent."""
 
     mape: float
     p90: float

@@ -20,7 +20,7 @@ LOGITS_COMPILED = 2.0  # where the loss is compiled
 
 
 def titan_memory(row: Row) -> float:
-    """Of the fullest rank."""
+    """Return the memory of the fullest rank."""
     shape, ranks = row.shape, row.replicate * row.split * row.stage
     tokens = row.micro_batch * shape.sequence
     state = 2.0 * tokens * shape.hidden

@@ -1,4 +1,4 @@
-"""What published systems launch for a transformer: Megatron-LM for a GPT, torchtitan for a Llama, by closed forms.
+"""Kernels of published systems for a transformer: Megatron-LM for a GPT, torchtitan for a Llama, by closed forms.
 
 Their kernels are not those of a plain PyTorch module: masks, biases and dropout are parts of others, the vocabulary is
 cut over the split, and weights are in 16 bits. Everything else (what a kernel or a message takes) is the planner's.
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a system computes. dtype: of products inside layers; whole_head: how much longer the products of a head take
+    """Arithmetic of a system. dtype: of products inside layers; whole_head: how much longer the products of a head take
     that is not split; along: what lies between split products is split along the sequence."""
 
     dtype: str = "float16"

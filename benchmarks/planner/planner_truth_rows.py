@@ -53,7 +53,7 @@ class Row:
 
     @property
     def task(self) -> tuple[object, ...]:
-        """What the run was for: runs of the same task are choices to be compared."""
+        """Return the task of the run: runs of the same task are choices to be compared."""
         return self.shape, self.device, self.gpus, self.batch, self.float8, self.compiled, self.name
 
 

@@ -23,7 +23,7 @@ RAILS = 8
 HALF_STREAM = 2e6  # bytes at which memory reaches half of its rate
 SELECTIVE = 0.17  # part of a layer that Megatron-LM runs again where only attention is recomputed
 
-#: What is fitted, with what is likely before anything is; the latency and the launch are of a host that is busy.
+#: Fitted constants, with their prior values; the latency and the launch are of a host that is busy.
 CONSTANTS = {
     "product": FittedConstant(0.82, 0.08, "part of the peak that large products reach"),
     "half_product": FittedConstant(5e9, 0.7, "FLOPs of a product that reaches half of that"),
@@ -53,7 +53,7 @@ TITAN_CONSTANTS = {
     "async_split": FittedConstant(0.35, 0.5, "part of the messages inside layers that async_tp hides"),
 }
 
-#: What was found on a quarter of the vTrain rows (seed 0), for tables that nothing is fitted on.
+#: Constants fitted on a quarter of the vTrain rows (seed 0), for tables that nothing is fitted on.
 FOUND = {
     "product": 0.802,
     "half_product": 8.09e9,
@@ -68,7 +68,7 @@ FOUND = {
     "update": 0.697,
     "whole_head": 1.83,
 }
-#: What was found on every second torchtitan row.
+#: Constants fitted on every second torchtitan row.
 TITAN_FOUND = {
     "product": 0.49,
     "float8": 0.414,
@@ -209,7 +209,7 @@ def draft(row: Row, full: set[Shape]) -> Draft:
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers in each, the first ones with one more; the embedding is in the first, the head in the last."""
+    """Cut layers evenly, the first stages with one more; the embedding is in the first, the head in the last."""
     sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     return tuple(1 + sum(sizes[: stage + 1]) for stage in range(stages - 1))
 

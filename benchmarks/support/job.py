@@ -9,7 +9,7 @@ from typing import Any
 
 
 def job(script: str, ranks: int, options: Sequence[str]) -> list[dict[str, Any]]:
-    """What the ranks of ``script --worker`` print as results."""
+    """Return the results that the ranks of ``script --worker`` print."""
     command = [sys.executable, "-m", "echelon", "run", "--procs", str(ranks), "--log-dir", "log/bench", script]
     command += ["--worker", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

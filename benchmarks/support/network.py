@@ -146,7 +146,7 @@ def _enter(namespace: int) -> list[str]:
 
 
 def bytes_sent() -> int:
-    """What this host has sent so far. /sys shows the namespace that mounted it, /proc one's own."""
+    """Return the bytes that this host has sent. /sys shows the namespace that mounted it, /proc one's own."""
     with open("/proc/self/net/dev", encoding="ascii") as table:
         for line in table:
             name, _, counters = line.partition(":")

@@ -1,4 +1,4 @@
-"""How many pictures a second the input alone can deliver: JPEG files, cut and resized to 224 pixels for training.
+"""Pictures per second that the input alone can deliver: JPEG files, cut and resized to 224 pixels for training.
 
     python benchmarks/zoo/input_images.py --workers 16 --seconds 15
 

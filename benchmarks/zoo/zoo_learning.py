@@ -40,7 +40,7 @@ ADULT = ("adult-train.csv.gz", "adult-test.csv.gz")
 
 
 def here(*names: str) -> bool:
-    """Whether all of these files are."""
+    """Return True if all of these files exist."""
     return all((DATA / name).is_file() for name in names)
 
 
@@ -71,7 +71,7 @@ def split_words(words: str) -> list[str]:
 
 
 def character_losses(text: str, test_part: float) -> tuple[float, float]:
-    """Of the test part, in nats a character: by how often characters, and pairs of them, occur in the train part."""
+    """Return losses on the test part, in nats a character: by frequencies of characters and pairs in the train part."""
     cut = len(text) - round(len(text) * test_part)
     seen, tested = text[:cut], text[cut:]
     singles, pairs = Counter(seen), Counter(pairwise(seen))
@@ -97,7 +97,7 @@ def easy_masked(words: str) -> tuple[float, float]:
 
 
 def _masked_words(rows: Any, most: int = 10_000) -> Tensor:
-    """Of each row once, from the beginning."""
+    """Return the masked words of each row once, from the beginning."""
     indices = np.arange(min(len(rows), most))
     labels: Tensor = rows.batch(indices, indices.astype(np.uint64))[-1][0].flatten()
     return labels[labels != IGNORED]
@@ -175,7 +175,7 @@ def measure(name: str, row: Row) -> Result:
 
 
 def _easy(row: Row) -> float:
-    """What the figure is without any learning worth the name."""
+    """Return the figure without any useful learning."""
     if "gpt" in row.words:
         return round(character_losses((DATA / SHAKESPEARE).read_text(), 0.1)[1], 3)
     if "masked_lm" in row.words:

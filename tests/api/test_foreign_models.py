@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 @dataclass
 class Output:
-    """As transformers' models return it."""
+    """An output as transformers' models return it."""
 
     loss: Tensor
     logits: Tensor
@@ -203,7 +203,7 @@ def test_a_scripted_module_is_refused_in_a_line() -> None:
 
 
 class Dropped(Decoder):
-    """As Whisper and BART do: each layer may be left out, by a draw between layers."""
+    """Layer dropout as in Whisper and BART: each layer may be skipped, by a draw between layers."""
 
     layerdrop = 0.0
 
@@ -308,7 +308,7 @@ class CachedLayer(Layer):
 
 
 class CachedDecoder(Decoder):
-    """As decoders of transformers: a cache unless the configuration says no."""
+    """A decoder as in transformers: it returns a cache unless the configuration says no."""
 
     layer = CachedLayer
 

@@ -1,4 +1,4 @@
-"""What a process does not import: torch where nothing is trained, and torch's tracer where nothing is compiled."""
+"""Processes do not import torch if they do not train, nor torch's tracer if they do not compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees of an error: the place in the user's code, and no frames of ours."""
+"""Errors show the place in the user's code, and no frames of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes out of it: every dtype, on any number of ranks, as of the moment of saving."""
+"""Checkpoints return all that was saved: every dtype, on any number of ranks, as of the moment of saving."""
 
 import contextlib
 import json

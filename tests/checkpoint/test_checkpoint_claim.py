@@ -81,7 +81,7 @@ def assert_refused(ends, pid):
 
 
 def read_only(directory):
-    """What looks at a directory without writing: resume, evaluate, export."""
+    """Readers of a directory that do not write to it: resume, evaluate, export."""
     engine = made(directory, every=1)
     found = engine.evaluate(batch(), batch_size=2)["loss"]
     return engine.steps, found
@@ -181,7 +181,7 @@ def save_for(directory, seconds, number):
 
 
 def test_published_checkpoint_complete_without_writer_exclusion(tmp_path):
-    """As on a file system without locks: two writers sweep, replace and prune each other's."""
+    """Without file locks, two writers sweep, replace and prune each other's checkpoints."""
     jobs = [context.Process(target=save_for, args=(tmp_path, 4.0, number), daemon=True) for number in (1, 2)]
     for job in jobs:
         job.start()

@@ -198,7 +198,7 @@ def begin(moves: Sequence[Move], directory: str) -> None:
 
 
 def go_on(moves: Sequence[Move], directory: str) -> dict[str, dict[str, Tensor]]:
-    """What the model is in the end, as this rank is told."""
+    """Return the final model, as gathered on this rank."""
     echelon.init()
     found = {}
     for move in moves:
@@ -215,7 +215,7 @@ def go_on(moves: Sequence[Move], directory: str) -> dict[str, dict[str, Tensor]]
 
 
 class Reference:
-    """Training that nobody interrupts, in the micro-batches of the layouts it stands for."""
+    """Training without interruption, in the micro-batches of the layouts it stands for."""
 
     def __init__(self, model: str, optimizer: Any = OPTIMIZERS["adamw"]) -> None:
         torch.manual_seed(3)
@@ -234,7 +234,7 @@ class Reference:
                 self.optimizer.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a checkpoint names them."""
+        """Return tensors under their names in a checkpoint."""
         named = dict(self.net.named_parameters())
         found = {f"model.{name}": p.detach() for name, p in named.items()}
         found |= {f"model.{name}": buffer for name, buffer in self.net.named_buffers()}
@@ -355,7 +355,7 @@ MARKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a run stops: after ``batches``; ``merge`` of them make an update."""
+    """The point at which a run stops: after ``batches``; ``merge`` of them make an update."""
 
     ranks: int
     marks: str
@@ -391,7 +391,7 @@ def dropping(stop: Stop, directory: str, scramble: bool) -> tuple[Any, Any]:
 
 
 def all_state(engine: Any, directory: str) -> dict[str, Tensor]:
-    """What the run has become; random streams by what they give next."""
+    """Return all state of the run; a random stream is stored as the numbers it gives next."""
     path = engine.save(directory, wait=True)
     found = stored(path, "model.", "optimizer.")
     engine.close()

@@ -1,4 +1,4 @@
-"""What strategies remember is part of the run: kept in checkpoints, shown as one model, handed on to other ranks."""
+"""State of strategies is part of the run: kept in checkpoints, shown as one model, handed on to other ranks."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def local_with_nan() -> None:
 
 
 def test_localsgd_nan_loss_names_its_rank() -> None:
-    """Where ranks step alone, the error for a loss that is not a number names the rank."""
+    """If ranks step alone, the error for a loss that is not a number names the rank."""
     first, second = errors(local_with_nan)
     assert second.startswith("LossError: the loss is nan at step 1 on rank 1")
     assert first.startswith("PeerLost: ")

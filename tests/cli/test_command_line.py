@@ -37,7 +37,7 @@ for name, words in json.load(sys.stdin).items():
 print(json.dumps(found))
 """
 
-#: What is told of a command: the whole of stderr, after "echelon: ".
+#: Pattern of an error of a command: the whole of stderr, after "echelon: ".
 MISTAKES = {
     "run": "missing argument 'SCRIPT'; usage: echelon run [OPTIONS] SCRIPT [ARGS]...",
     "run --procs two train.py": "--procs two: expected a whole number",

@@ -46,7 +46,7 @@ def write_lines(path, rows, delimiter="\t", end="\n"):
 
 
 def plain(rows):
-    """What rows of Criteo's format mean, value by value."""
+    """Parse rows of Criteo's format value by value."""
     ids = [[text_id(text or None, salt_of(f"c{n + 1}")) for n, text in enumerate(row[14:])] for row in rows]
     dense = [
         [math.copysign(math.log1p(abs(float(text))), float(text)) if text else 0.0 for text in row[1:14]]

@@ -25,7 +25,7 @@ class Augmented:
 
 
 class AugmentedStream(IterableDataset):
-    """As streams for torch's DataLoader are written: it would split itself among the workers it sees."""
+    """A stream written for torch's DataLoader: it would split itself among the workers it sees."""
 
     def __iter__(self):
         worker = get_worker_info()

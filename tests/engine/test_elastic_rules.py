@@ -138,7 +138,7 @@ def test_a_batch_that_scales_changes_the_rate_by_the_rule(tmp_path: Path, rate: 
 
 
 def seen(state: dict[str, Any] | None, ranks: int, steps: int, size: int = 203) -> tuple[list[int], dict[str, Any]]:
-    """What ``ranks`` ranks see in so many steps of a global batch of 30, from ``state`` on."""
+    """Return the samples that ``ranks`` ranks see in so many steps of a global batch of 30, from ``state`` on."""
     numbers: list[int] = []
     for rank in range(ranks):
         held: list[int] = []
@@ -178,7 +178,7 @@ def test_batch_smaller_than_ranks_gives_some_a_stand_in() -> None:
 
 
 def test_per_rank_files_restart_epoch_or_refuse_without_rule(tmp_path: Path) -> None:
-    """Where ranks read their own files, a resize restarts the epoch with a notice; without the rule it is refused."""
+    """If ranks read their own files, a resize restarts the epoch with a notice; without the rule it is refused."""
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text("\n".join(str(10 * number + i) for i in range(10)))
 
@@ -211,7 +211,7 @@ PLAIN, WOVEN = Pipeline(), Pipeline(schedule="interleaved")
         ((2, PLAIN, True, 4, 3), 1, 1),
         ((2, PLAIN, True, 4, 6), 1, 2),  # the split is kept, the stages are not
         ((4, PLAIN, True, 8, 12), 3, 2),
-        ((4, PLAIN, True, None, 6), 3, 2),  # nobody said how large a split is
+        ((4, PLAIN, True, None, 6), 3, 2),  # the size of the split was not given
         ((2, PLAIN, True, None, 3), 1, 3),
         ((4, WOVEN, False, None, 3), 1, 1),
         ((8, WOVEN, False, None, 6), 2, 1),  # 8 stages, four of them on a rank

@@ -28,7 +28,7 @@ DECAY = 0.9
 
 @dataclass
 class Followed:
-    """What became of a run with an average."""
+    """Result of a run with averaged weights."""
 
     averages: dict[str, Tensor]
     evaluations: list[float]

@@ -1,4 +1,4 @@
-"""What a user may do with an engine, each against plain PyTorch."""
+"""Use of an engine, each case compared with plain PyTorch."""
 
 from __future__ import annotations
 

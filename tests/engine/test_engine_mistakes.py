@@ -1,4 +1,4 @@
-"""What a user may get wrong with an engine: one clear line each, on every rank, before anything is spoilt."""
+"""Mistakes in the use of an engine: one clear line each, on every rank, before any state is damaged."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_a_scalar_names_rank_step_and_shape() -> None:
 
 
 def late_nan(directory: str) -> None:
-    """As on a GPU, where a loss is looked at one step later: it must be looked at before it is stored."""
+    """On a GPU a loss is read one step later: it must be checked before it is stored."""
     echelon.init()
     net = nn.Linear(2, 1)
     engine = echelon.distribute(net, loss=lambda out: out.mean() * float("nan"), optimizer=sgd(net), log=QUIET)

@@ -46,7 +46,7 @@ def train(directory, until, *, lr=0.1, decay=0.0, gamma=None, batch=4, by_hand=F
 
 
 def resumed(tmp_path, first, then, ranks=1):
-    """What is said when a run of ``first`` goes on with ``then``, and whether it ends as one of ``first`` alone."""
+    """Return the messages when a run of ``first`` resumes with ``then``, and whether it ends like ``first``."""
     run(train, tmp_path / "a", 3, ranks=ranks, **first)
     again = run(train, tmp_path / "a", 6, ranks=ranks, **then)
     alone = run(train, tmp_path / "b", 6, ranks=ranks, **first)

@@ -142,7 +142,7 @@ def test_signal_prints_line_with_saved_step_and_exit_code(tmp_path: Path) -> Non
 
 
 def nobody_asks(directory: str) -> tuple[int, bool, bool, bool]:
-    """How often steps looked into the store; whether handlers were there, and the mark, and both gone after close."""
+    """Return how often steps read the store; whether handlers and mark existed, and whether close removed both."""
     os.environ[LEAVE_MARK] = directory
     before = [signal.getsignal(number) for number in preemption.ASKING]
     engine, loader = build(directory)

@@ -115,7 +115,7 @@ def all_cases(cases: dict[str, Case], said: dict[str, list[dict[str, str]]]) -> 
 def told(
     memories: list[MemoryCheckpointPlugin], ranks: list[int], round_number: int, copies: int
 ) -> list[dict[str, str]]:
-    """What ranks find in their environment, host by host."""
+    """Return the environment of ranks, host by host."""
     hosts = [(memory.server.address, memory.card.get("memory_key", "")) for memory in memories]
     return [describe(round_number, here, hosts, ranks, copies) for here in range(len(memories))]
 
@@ -210,7 +210,7 @@ def test_memory_copy_every_step_loses_at_most_one_old_rounds_go(memories: Any) -
 
 
 def out_of_reach(env: dict[str, str]) -> dict[str, str]:
-    """As if the launcher's memory could not be opened from a rank: it is sent there."""
+    """Send the snapshot if a rank cannot open the launcher's memory."""
     return {**env, MEMORY: json.dumps(json.loads(env[MEMORY]) | {"pid": 1})}
 
 

@@ -167,7 +167,7 @@ def test_a_wish_overrules_what_would_only_be_slow() -> None:
 
 
 def test_graphs_impossible_not_reported_unless_requested() -> None:
-    """Where steps cannot be CUDA graphs, that is not reported unless graphs were requested."""
+    """If steps cannot be CUDA graphs, that is not reported unless graphs were requested."""
     chosen = decide(Fast(), None, with_traits(uncaptured="2 ranks talk"))
     assert not chosen.graphs
     assert "CUDA graphs" not in chosen.left_out
@@ -437,7 +437,7 @@ def stepping(model: nn.Module, compile: Any, console: bool = False) -> Callable[
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is compiled, as it is."""
+    """Collect compiled programs, and run them uncompiled."""
     found: list[Any] = []
     monkeypatch.setattr(compiled, "backend", lambda program, inputs: found.append(program) or program)
     return found
@@ -446,7 +446,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled_as_reported_one_program_for_equal_blocks(case: str, programs: list[Any]) -> None:
-    """What is reported as compiled is compiled, and one program serves all blocks that are alike."""
+    """All that is reported as compiled is compiled, and one program serves all blocks that are alike."""
     make, compile, count = COMPILED[case]
     losses = []
     for on in (False, compile):
@@ -491,7 +491,7 @@ def test_each_engine_compiles_for_itself_however_many_there_were(programs: list[
 
 
 class Dropping(nn.Module):
-    """What is dropped is noughts in the output, and in the gradient of ``shift``."""
+    """Dropped entries are zero in the output, and in the gradient of ``shift``."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -625,7 +625,7 @@ def fails_in_backward(program: Any, inputs: Any) -> Any:
 def test_not_compilable_reported_and_equals_uncompiled_run(
     make: Callable[[], nn.Module], backend: Any, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be compiled is reported in one line and gives the numbers of an uncompiled run."""
+    """Code that cannot be compiled is reported in one line and gives the numbers of an uncompiled run."""
     monkeypatch.setattr(compiled, "backend", backend)
     runs, said = [], io.StringIO()
     for compile in (False, "whole"):

@@ -240,7 +240,7 @@ def test_steps_that_fit_now_and_then_keep_a_graph(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("compile", "advised"), [("blocks", True), ("whole", False), (False, False)])
 def test_slow_host_without_graph_suggests_compile_whole(compile: Any, advised: bool) -> None:
-    """Where the host is slow and no graph helps, compile='whole' is suggested."""
+    """If the host is slow and no graph helps, compile='whole' is suggested."""
     said: list[str] = []
     plan = with_fast_path(planned(Blocks())[0], decide(Fast(compile=compile), None, with_traits()))
     graphs = CudaGraphRunner(plan, Blocks(), None, said.append)
@@ -261,7 +261,7 @@ def test_apart_weighs_small_tensors_against_all_ignores_overflow() -> None:
 
 
 def test_pass_snapshot_restores_changes_and_keeps_new_tables() -> None:
-    """What a pass has changed is restored, and tables that it has made are kept."""
+    """State that a pass has changed is restored, and tables that it has made are kept."""
     model = nn.BatchNorm1d(2)
     model.register_buffer("table", torch.zeros(2))
     before = PassSnapshot(model, torch.device("cpu"))
@@ -301,7 +301,7 @@ class Traced(CapturedStep):
 
 
 class Lap:
-    """Of a device that waits for the host, and of graphs that take half of the time."""
+    """Timings of a device that waits for the host, and of graphs that take half of the time."""
 
     behind, replayed, made = 0.0, 0.5, 0
 
@@ -499,7 +499,7 @@ LEFT_OUT: dict[str, tuple[dict[str, float], str, Change, list[str]]] = {
 @pytest.mark.usefixtures("_as_on_a_gpu")
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_no_graph_runs_eager_steps_and_reports_only_if_slow_host(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no graph is made, steps run as written, and the reason is reported only if the host is slow."""
+    """If no graph is made, steps run as written, and the reason is reported only if the host is slow."""
     lap, kind, change, lines = LEFT_OUT[case]
     for name, value in lap.items():
         monkeypatch.setattr(Lap, name, value)

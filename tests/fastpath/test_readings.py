@@ -1,4 +1,4 @@
-"""Which Python values a captured step may have written into it: what Readings finds, and what it does not mind."""
+"""Python values that a captured step may contain as constants: which ones Readings finds, and which it ignores."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from zoo import token_loss
 
 import echelon
 
-#: Where ranks train: ECHELON_TEST_GPU=cpu runs the same tests without a GPU.
+#: Device of the ranks: ECHELON_TEST_GPU=cpu runs the same tests without a GPU.
 DEVICE = "cpu" if os.environ.get("ECHELON_TEST_GPU") == "cpu" else "cuda"
 ON_GPU = DEVICE == "cuda"
 ROWS = 16

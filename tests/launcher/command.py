@@ -18,7 +18,7 @@ from forked import Forked
 #: Seconds after which something hangs, however busy the machine; below pytest's own limit, which tells less.
 LIMIT = 150.0
 
-#: Whether launchers fork their ranks too (warm.py): for tests of what a job does, not of how its ranks are started.
+#: Launchers fork their ranks too (warm.py): for tests of what a job does, not of how its ranks are started.
 warm = False
 
 Process = subprocess.Popen[str] | Forked
@@ -45,7 +45,7 @@ def start(*words: object, cwd: Path, **env: str) -> Forked:
 
 
 def start_fresh(*words: object, cwd: Path, **env: str) -> subprocess.Popen[str]:
-    """As ``start``, by the interpreter's own start: 2 s of a core more, and /proc shows these words."""
+    """Start as ``start`` does, with a new interpreter: it takes 2 s of a core more, and /proc shows these words."""
     return start_python("-m", "echelon", *words, cwd=cwd, **env)
 
 
@@ -86,7 +86,7 @@ def finish(process: Process) -> Ended:
 
 
 def _last_words(stuck: Process) -> str:
-    """Of all launchers of the test: the one that hangs may wait for another."""
+    """Return the last output of all launchers of the test: the one that hangs may wait for another."""
     said = []
     for process in (stuck, *(one for one in _started if one is not stuck)):
         code = process.poll()
@@ -102,7 +102,7 @@ def echelon(*words: object, cwd: Path, **env: str) -> Ended:
 
 
 def here(*words: object, cwd: Path) -> Ended:
-    """As ``echelon``, in this process: for what starts no other. A fresh start takes 2 s."""
+    """Run ``echelon`` in this process, for commands that start no other. A fresh start takes 2 s."""
     from echelon.cli import main
 
     before, out, err = sys.argv, io.StringIO(), io.StringIO()
@@ -131,7 +131,7 @@ def until(ready: Callable[[], bool], what: str) -> None:
 
 
 def command_lines() -> list[str]:
-    """Of all living processes, their words parted by NUL; others of this machine may end while we look."""
+    """Return the command lines of all living processes, joined by NUL; processes may end meanwhile."""
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():

@@ -55,7 +55,7 @@ class Forked:
         return self._process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it still says, and its end. After a TimeoutExpired it can be called again, and nothing is lost."""
+        """Read the rest of the output, and wait for the end. It may be called again after a TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
         self._readers = self._readers or [_Reader(self.stdout), _Reader(self.stderr)]
         for reader in self._readers:

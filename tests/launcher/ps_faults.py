@@ -95,7 +95,7 @@ open(f"ended-{echelon.rank()}", "w").close()
 
 @dataclass
 class Outcome:
-    """How a job ended."""
+    """Outcome of a job."""
 
     code: int
     said: str
@@ -104,7 +104,7 @@ class Outcome:
 
 
 def expected_counts(mode: str, steps: int) -> np.ndarray:
-    """Where the counted rows must end: minus the sum of all gradients, each applied once."""
+    """Return the expected values of the counted rows: minus the sum of all gradients, each applied once."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -182,7 +182,7 @@ def _until(holds: Any, process: Any) -> None:
 
 
 def faults(mode: str, outcome: Outcome, undisturbed: dict[str, Any] | None, steps: int = 60) -> list[str]:
-    """What is wrong with an outcome; nothing, it is hoped."""
+    """Return the faults of an outcome."""
     if outcome.code or outcome.result is None:
         return [f"ended with {outcome.code}: {outcome.said[-600:]}"]
     wrong = []

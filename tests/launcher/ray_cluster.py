@@ -1,8 +1,8 @@
 """A Ray cluster on this machine, in a process of its own: does what it is told line by line, and ends with its input.
 
 The head has no processor to give away, so that jobs run on the other nodes, which can be lost. Each node is a real one,
-but for the two Python processes that serve its dashboard and prepare environments for its jobs, which nobody here asks
-for and which take longer to start than all the rest: stand-ins write down, as they would, that nobody is at home.
+but for the two Python processes that serve its dashboard and prepare environments for its jobs, which no test needs
+and which take longer to start than all the rest: stand-ins write down, as they would, that no agent is there.
 """
 
 import os
@@ -22,7 +22,7 @@ QUICK = {
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
 }
-#: What a node waits for from either of them: files of these names.
+#: Files that a node waits for from either of them.
 AGENTS = {
     "--dashboard_agent_command=": ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
     "--runtime_env_agent_command=": ("runtime_env_agent_port",),

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Hosts:
-    """Each name is a host of its own, with an address and a port. 'nowhere' is one at which nobody listens."""
+    """Each name is a host of its own, with an address and a port. No server listens at 'nowhere'."""
 
     def __init__(self, directory: Path, names: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ async def serve(directory: Path, names: list[str]) -> None:
 
 
 async def run_command(session: Any) -> None:
-    """As sshd does: the command by a shell, its streams joined to the connection for as long as that lasts."""
+    """Run the command by a shell as sshd does, its streams joined to the connection for as long as that lasts."""
     pipe = asyncio.subprocess.PIPE
     shell = await asyncio.create_subprocess_shell(session.command, stdin=pipe, stdout=pipe, stderr=pipe)
     assert shell.stdin is not None

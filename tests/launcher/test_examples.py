@@ -25,14 +25,14 @@ WORDS = set(re.findall(r"\w+", "ROMEO JULIET NURSE FRIAR night love lord alas co
 
 
 def launched(options: list[object], name: str, *args: object, cwd: Path) -> str:
-    """What the job says that ``echelon run`` makes of an example."""
+    """Return the output of a job that ``echelon run`` makes of an example."""
     ended = echelon("run", *options, EXAMPLES / name, *args, cwd=cwd)
     assert ended.code == 0, ended.err
     return ended.out
 
 
 def said(name: str, args: tuple[str, ...], directory: str) -> str:
-    """What an example prints on this rank, as the script it is."""
+    """Run an example as a script on this rank and return its output."""
     os.chdir(directory)
     sys.argv = [str(EXAMPLES / name), *args]
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -41,12 +41,12 @@ def said(name: str, args: tuple[str, ...], directory: str) -> str:
 
 
 def run(name: str, *args: str, cwd: Path) -> str:
-    """What rank 0 says."""
+    """Return the output of rank 0."""
     return harness.run(said, name, args, str(cwd), ranks=2)[0]
 
 
 def served(name: str, *args: str, servers: int, cwd: Path) -> str:
-    """What worker 0 says."""
+    """Return the output of worker 0."""
     return serving.served(said, name, args, str(cwd), servers=servers, workers=2)[0]
 
 

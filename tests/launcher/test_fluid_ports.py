@@ -20,7 +20,7 @@ Started = tuple[str, list[str], dict[str, str]]
 
 
 def by_hand(processes: list[Started], directory: str) -> str:
-    """What one process of the list prints, started as ``python EXAMPLE ARGUMENTS``."""
+    """Return the output of one process of the list, started as ``python EXAMPLE ARGUMENTS``."""
     name, arguments, environment = processes[int(os.environ["RANK"])]
     for variable in (*RANKS, "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[variable]
@@ -65,7 +65,7 @@ def nccl2() -> list[Started]:
 
 
 def read(line: str) -> tuple[str, float, list[float]]:
-    """Who printed it, the sum of its weights, its losses."""
+    """Return the trainer of the line, the sum of its weights, and its losses."""
     found = re.fullmatch(r"(trainer \d of \d): weights ([\d.]+), losses ([\d. ]+)\n", line)
     assert found, line
     return found[1], float(found[2]), [float(loss) for loss in found[3].split()]

@@ -1,4 +1,4 @@
-"""The gate before torch's store: who knows the secret works through it as if it were not there, nobody else gets in."""
+"""The gate before torch's store: clients with the secret pass through it unchanged, all others are refused."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ def reached(port, token=TOKEN):
 
 
 class Behind:
-    """What stands behind a gate in place of a store: ``answer`` gets each connection that was let through."""
+    """A server behind a gate in place of a store: ``answer`` gets each connection that was let through."""
 
     def __init__(self, answer=lambda connection: None):
         self.listener, self.let_in = network.listen("127.0.0.1", 0), []
@@ -93,7 +93,7 @@ def call(port):
 
 
 def ended(connection):
-    """Whether the other end hangs up, or resets; what it says before is thrown away."""
+    """Return True if the other end hangs up or resets; its output before is discarded."""
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         while connection.recv(65536):
             pass
@@ -130,7 +130,7 @@ HOSTILE = {
 
 
 def test_no_byte_of_a_stranger_goes_through_while_others_work(guarded, request):
-    """Who say a thing and wait, who hang up at once, who send without end, who let a byte drip now and then."""
+    """Strangers send and wait, hang up at once, send without end, or send a byte now and then."""
     store, port = served()
     ours = reached(port)
     request.getfixturevalue("quick")

@@ -229,7 +229,7 @@ def _line(mistake: Callable[[], None]) -> str:
 
 @pytest.fixture(scope="module")
 def lines() -> dict[str, list[str]]:
-    """What every rank is told, by mistake."""
+    """Return the lines that every rank printed."""
     found: dict[str, list[str]] = {}
     for ranks in (2, 3, 4):
         here = [mistake for mistake, needed, _, _ in MISTAKES if needed == ranks]

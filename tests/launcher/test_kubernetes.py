@@ -1,4 +1,4 @@
-"""What is handed to Kubernetes: valid by the schemas of its API, consistent in itself, and true to what was asked."""
+"""Manifests for Kubernetes are valid by the schemas of its API, consistent, and true to the options given."""
 
 import os
 import re
@@ -108,7 +108,7 @@ def test_every_name_that_is_referred_to_is_there(asked):
 
 
 def expanded(word, env):
-    """As the kubelet does it: $(NAME) is the variable, $$ is a dollar, all else stays."""
+    """Expand variables as the kubelet does: $(NAME) is the variable, $$ is a dollar, all else stays."""
     return re.sub(r"\$(\$|\((\w+)\))", lambda m: "$" if m[1] == "$" else env.get(m[2], m[0]), word)
 
 

@@ -1,4 +1,4 @@
-"""What ``echelon run`` says to a mistake: one line, exit code 2, and what to do."""
+"""``echelon run`` answers a mistake with one line, exit code 2, and a remedy."""
 
 import re
 import socket

@@ -22,7 +22,7 @@ def warm(words: list[str], directory: Path) -> Forked:
 
 
 def undisturbed(mode: str, directory: Path, steps: int = 60) -> dict[str, Any]:
-    """How the same training ends where nobody is killed, and no launcher is needed."""
+    """Run the same training undisturbed and without a launcher."""
     directory.mkdir()
     (directory / "train.py").write_text(TRAIN)
     words = [mode, str(steps), str(BATCH), "alone", str(directory / "out.json")]

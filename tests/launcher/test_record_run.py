@@ -1,4 +1,4 @@
-"""What a launcher writes down of a run beside its ranks: the restart, and why it ended."""
+"""A launcher records events of a run beside its ranks: the restart, and why it ended."""
 
 from pathlib import Path
 

@@ -294,7 +294,7 @@ while True:
 
 @pytest.mark.usefixtures("warm")
 def test_launcher_asked_to_leave_lets_workers_save_via_servers(tmp_path: Path) -> None:
-    """What was saved are the weights of one process after as many steps: all workers see the same sample."""
+    """The saved weights are those of one process after as many steps: all workers see the same sample."""
     write(tmp_path / "train.py", LEAVE)
     job = start("run", "--servers", 1, "--workers", 2, "train.py", cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-?"))) == 2, "both workers")

@@ -1,4 +1,4 @@
-"""Which role a process finds itself in, from arguments or the environment, and what it says to a contradiction."""
+"""The role that a process finds from arguments or the environment, and the error for a contradiction."""
 
 from __future__ import annotations
 

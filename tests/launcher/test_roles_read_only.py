@@ -31,7 +31,7 @@ def push(ids: Any, gradients: Any) -> WireMessage:
 
 
 def save_checkpoint(path: Path, state: Path) -> None:
-    """What two servers hold after one push of all ids."""
+    """Return the rows of two servers after one push of all ids."""
     table = TableSpec(name="words", dim=3, rule=Sgd(lr=1.0), initializer=Initializer(kind="constant", low=FIRST))
     job = JobSpec(session="s", mode="async", trainers=1, servers=2, tables=(table,))
     owners = np.array([owner_of(int(bucket), BUCKETS, 2) for bucket in bucket_of(IDS, BUCKETS)])

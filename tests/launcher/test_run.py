@@ -282,7 +282,7 @@ def by_variables(script: Path, *ranks: dict[str, str]) -> list[str]:
 
 
 def told_by(script: Path, ranks: tuple[dict[str, str], ...]) -> str:
-    """What the script says on a rank that knows its place by these variables and no others."""
+    """Return the output of the script on a rank with these variables of its place and no others."""
     mine = ranks[int(os.environ.get("RANK", "0"))]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

@@ -123,7 +123,7 @@ def alive(pid):
 
 
 def test_run_in_batch_script_calls_srun_with_command_and_secret(cluster):
-    """What srun is given, by an srun that only tells."""
+    """Return the arguments given to srun, from an srun that only prints them."""
     tell = "import json, os, sys\njson.dump([sys.argv[1:], os.environ['ECHELON_TOKEN']], open('called', 'w'))\n"
     write(cluster / "srun", f"#!{sys.executable} -S\n{tell}")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "4"}

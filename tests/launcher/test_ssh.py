@@ -80,7 +80,7 @@ def test_job_on_two_hosts_gets_its_setting_and_shows_no_secret(tmp_path, hosts):
 
 
 def test_remote_output_bears_host_name_and_signal_reaches_all(tmp_path, hosts, launcher):
-    """What other hosts print bears their name, and a signal to the command reaches every launcher."""
+    """Output of other hosts bears their name, and a signal to the command reaches every launcher."""
     command = start("run", *over(hosts, launcher), "any.py", cwd=tmp_path)
     until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both launchers")
     os.kill(command.pid, signal.SIGUSR1)

@@ -59,7 +59,7 @@ def weights(directory: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The weights in the end when nobody is killed."""
+    """Return the final weights of a run without kills."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "train.py").write_text(TRAIN)
     run(script, str(directory / "train.py"), ["-1", "-1"])

@@ -69,7 +69,7 @@ def _is_rank(args: Any) -> bool:
 
 
 def _be(told: dict[str, Any]) -> None:
-    """What exec and the interpreter's start would have made of this process, and rank_main.py; it does not return."""
+    """Do the work of exec, of the interpreter's start and of rank_main.py in this process; it does not return."""
     code = 1
     try:
         if told["start_new_session"]:

@@ -25,28 +25,37 @@ NO_IMPERATIVE = {
 }
 #: Prose speaks of processes, ranks, objects and user code.
 PEOPLE = re.compile(r"\b(he|his|him|himself|nobody|somebody|whoever|whomever|everybody|anybody)\b")
+#: Folders beside the package whose docstrings and comments follow the same rules.
+BESIDE = ("tests", "examples", "benchmarks")
 VAGUE_FILES = {"files.py", "show.py", "command.py", "words.py", "utils.py", "helpers.py", "common.py", "misc.py"}
 LONGEST_TEST_NAME = 60
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@pytest.fixture(scope="module")
-def sources() -> dict[Path, str]:
-    return {
-        path.relative_to(PACKAGE.parent): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
-    }
+def read_sources(folder: str) -> dict[Path, str]:
+    root = PACKAGE.parent
+    return {path.relative_to(root): path.read_text("utf-8") for path in sorted((root / folder).rglob("*.py"))}
 
 
-@pytest.fixture(scope="module")
-def docstrings(sources: dict[Path, str]) -> list[tuple[str, Documented, str]]:
-    """The place, the node and the text of every docstring."""
+def find_docstrings(sources: dict[Path, str]) -> list[tuple[str, Documented, str]]:
+    """Return the place, the node and the text of every docstring."""
     found = []
     for path, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, Documented) and (text := ast.get_docstring(node)):
                 found.append((f"{path}:{getattr(node, 'lineno', 1)}", node, text))
     return found
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, str]:
+    return read_sources(PACKAGE.name)
+
+
+@pytest.fixture(scope="module")
+def docstrings(sources: dict[Path, str]) -> list[tuple[str, Documented, str]]:
+    return find_docstrings(sources)
 
 
 def first_word(text: str) -> str:
@@ -98,6 +107,19 @@ def test_comments_speak_of_no_people(sources: dict[Path, str]) -> None:
         if PEOPLE.search(text)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("folder", BESIDE)
+def test_prose_beside_the_package_is_plain(folder: str) -> None:
+    sources = read_sources(folder)
+    texts = [(at, text) for at, _, text in find_docstrings(sources)]
+    texts += [
+        (f"{path}:{line}", text.lstrip("#: "))
+        for path, source in sources.items()
+        for line, text in comments(source)
+        if text.strip("#: ")
+    ]
+    assert [f"{at}: {text}" for at, text in texts if first_word(text) in NOT_FIRST or PEOPLE.search(text)] == []
 
 
 def test_names_of_tests_are_short() -> None:

@@ -1,4 +1,4 @@
-"""What a run writes down of itself, and what can be read back of it: after restarts, cuts, damage and full disks."""
+"""The record that a run writes, and reading it back: after restarts, cuts, damage and full disks."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _alone_in(directory: str) -> list[str]:
 
 
 def test_read_keeps_the_later_of_repeated_steps_and_skips_damage(tmp_path: Path) -> None:
-    """Of steps done twice the later ones count, and damaged lines are left out."""
+    """If steps were done twice the later ones count, and damaged lines are left out."""
     now = time.time()
 
     def step(number: int, loss: float) -> str:

@@ -1,4 +1,4 @@
-"""Who is late: from reports as data to findings and tables, then with real ranks and no launcher."""
+"""Stragglers: from reports as data to findings and tables, then with real ranks and no launcher."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_save_on_one_rank_in_the_first_steps_is_told_at_once(tmp_path: Any) -> N
 
 
 def many_mistakes() -> list[str]:
-    """Each is found before anybody waits, and all ranks can go on from it."""
+    """Each mistake is found before any rank waits, and all ranks can go on from it."""
     engine = make()
     told = []
     rank = echelon.rank()
@@ -318,7 +318,7 @@ def test_optimizers_in_another_order_are_told() -> None:
 
 @contextlib.contextmanager
 def stderr_until(sign: str) -> Any:
-    """What is printed in the meantime; goes on as soon as ``sign`` is there."""
+    """Capture stderr until ``sign`` appears in it."""
     out = io.StringIO()
 
     def wait(patience: float = LIMIT) -> str:

@@ -198,7 +198,7 @@ def nested(spans: list[Span]) -> None:
 
 
 def bucket_bytes(replicas: Path) -> int:
-    """Of the row that travels: gradients, a flag for each parameter, and what else rides along."""
+    """Return the bytes of a bucket: gradients, a flag for each parameter, and other values that ride along."""
     first, second = json.loads((replicas / "buckets.json").read_text())
     assert first == second
     assert len(first) == 1

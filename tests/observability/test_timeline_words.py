@@ -232,7 +232,7 @@ def test_recorded_step_has_the_model_arguments_without_a_hook() -> None:
 
 
 def test_kernels_belong_to_the_phase_that_launched_them() -> None:
-    """As torch writes it: microseconds since a base; launches and kernels share a correlation number."""
+    """Write events as torch does: microseconds since a base; launches and kernels share a correlation number."""
 
     def event(cat: str, name: str, ts: float, dur: float, correlation: int) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What a run tells about itself: console lines, JSON lines, TensorBoard."""
+"""Output of a run: console lines, JSON lines, TensorBoard."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ WARM_UP = [0.75, 0.9375, 0.984375, 0.996, 0.999]
 
 
 def as_sent(value: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
-    """What arrives when fp32 values travel in the wire dtype, in fp32."""
+    """Round fp32 values as the wire dtype does, and return them in fp32."""
     if wire is None:
         return value.copy()
     if wire == torch.float16:
@@ -199,7 +199,7 @@ def state(ours: Compressor, kind: str) -> np.ndarray:
 
 
 def rounding(history: tuple[list[np.ndarray], list[float]], momentum: float) -> np.ndarray:
-    """What fp32 may make of the sums: a few roundings a step, each of no more than all there ever was."""
+    """Return the error of fp32 sums: a few roundings a step, each of no more than the sum of all magnitudes."""
     magnitudes = np.sum([np.abs(g.astype(np.float64)) for g in history[0]], axis=0) / (1 - momentum)
     return 4 * len(history[0]) * 2.0**-24 * magnitudes + 1e-44
 
@@ -265,7 +265,7 @@ def in_layout(kind: str, dtype: torch.dtype, device: str = "cpu") -> Tensor:
 
 
 def selections(sizes: Sequence[int], counts: Sequence[int], ranks: int) -> tuple[Tensor, Tensor]:
-    """What ``ranks`` ranks could have sent: most entries named by several of them."""
+    """Return messages that ``ranks`` ranks could have sent: most entries named by several of them."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(ranks):

@@ -44,7 +44,7 @@ def clip_loss(output: tuple[Tensor, Tensor, Tensor], _: Tensor) -> Tensor:
 
 
 def summed_loss(output: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
-    """Of a sum, every replica has all addends."""
+    """Return a sum loss of which every replica has all addends."""
     image, text = gather_batch(*output[:2])
     return 0.01 * F.mse_loss(image @ text.T, torch.eye(len(image), device=image.device), reduction="sum")
 

@@ -1,4 +1,4 @@
-"""What a rank holds: its shard, its stage, and no more micro-batches than its schedule needs."""
+"""Memory of a rank: its shard, its stage, and no more micro-batches than its schedule needs."""
 
 from __future__ import annotations
 

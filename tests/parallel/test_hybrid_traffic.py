@@ -1,4 +1,4 @@
-"""What travels in a step, counted: exactly so many collectives and messages for each way to spread a model."""
+"""Traffic of a step, counted: exactly so many collectives and messages for each way to spread a model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Net(nn.Module):
 
 
 def count(marks: dict[str, Any], **strategy: Any) -> dict[str, int]:
-    """What the fourth step sends: by then shapes are announced, gathers have found their order, and the roll call of
-    the first steps is over."""
+    """Count messages of step 4: by then shapes are announced, gathers have found their order, and the roll call
+    of the first steps is over."""
     echelon.init(device="cpu")  # several ranks on one GPU exchange by other means
     torch.manual_seed(0)
     model = echelon.annotate(Net(), marks)

@@ -92,7 +92,7 @@ def test_offload_changes_no_number(ranks: int, level: Any, offload: Any) -> None
 
 
 def placed() -> str:
-    """What a rank prints; caught by the rank itself: whose output a forked rank inherits depends on the test before."""
+    """Capture a rank's output in the rank itself: the stdout that a forked rank inherits depends on the test before."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         echelon.init(device="cpu")
         model = Marked()

@@ -28,7 +28,7 @@ WORDS = 37
 
 
 class Tied(nn.Module):
-    """A table that is also the head, repeated blocks, sizes that fill no block of 256, a weight that nobody uses."""
+    """A table that is also the head, repeated blocks, sizes that fill no block of 256, an unused weight."""
 
     def __init__(self) -> None:
         super().__init__()

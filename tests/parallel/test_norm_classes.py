@@ -20,7 +20,7 @@ CHANNELS = 4
 
 
 class Activated(nn.BatchNorm2d):
-    """As timm's BatchNormAct2d: torch's forward written out, and an activation."""
+    """A norm like timm's BatchNormAct2d: torch's forward written out, and an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.ndim == 4
@@ -87,7 +87,7 @@ class Unrecorded(ByF):
 
 
 class Standardized(nn.Conv2d):
-    """As timm's StdConv2d: batch norm of a weight, which has nothing to do with the batch."""
+    """A layer like timm's StdConv2d: batch norm of a weight, which has nothing to do with the batch."""
 
     def __init__(self) -> None:
         super().__init__(CHANNELS, CHANNELS, 1)
@@ -214,7 +214,7 @@ def test_norms_of_every_class_give_the_numbers_of_one_process() -> None:
 
 
 class ByHand(nn.BatchNorm2d):
-    """As InplaceABN: statistics that no call of torch's batch norm computes."""
+    """A norm like InplaceABN: statistics that no call of torch's batch norm computes."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.running_mean is not None
@@ -224,7 +224,7 @@ class ByHand(nn.BatchNorm2d):
 
 
 class Parted(nn.BatchNorm2d):
-    """As timm's SplitBatchNorm2d."""
+    """A norm like timm's SplitBatchNorm2d."""
 
     def __init__(self) -> None:
         super().__init__(CHANNELS)

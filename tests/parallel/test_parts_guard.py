@@ -48,7 +48,7 @@ def _refusal(call: Any, *args: Any) -> str:
 
 
 def look_at_states() -> dict[str, list[str]]:
-    """What is said where a script takes ``state_dict()``, of the model and of a layer, or averages weights itself."""
+    """Return the messages if a script takes ``state_dict()`` of model and layer, or averages weights itself."""
     echelon.init()
     said: dict[str, list[str]] = {}
     for layout in PARTS:

@@ -22,7 +22,7 @@ WIDTH = 4
 LAST = 3
 ROWS = [[3, 3, 3, 3, 3], [2, 2, 2, 1, 1], [3, 3, 3, 3, 3], [1, 2, 3, 4, 5]]  # of each micro-batch, step by step
 
-# What stage s makes is called "s.name". Everything skips somewhere; "0.skip" has two targets, both in its own dtype.
+# Stage s names its outputs "s.name". Everything skips somewhere; "0.skip" has two targets, both in its own dtype.
 TRANSFERS = [
     StageTransfer("0.hidden", 0, 1), StageTransfer("1.hidden", 1, 2), StageTransfer("2.hidden", 2, 3),
     StageTransfer("0.skip", 0, 2), StageTransfer("0.skip", 0, 3), StageTransfer("0.ids", 0, 3),
@@ -164,7 +164,7 @@ def train(name: ScheduleName, ranks: int, links: PipelineLinks) -> Outcome:
 
 
 def together(ranks: list[Outcome]) -> Outcome:
-    """Each parameter's gradient from the rank whose stage it is in: nobody else has one."""
+    """Each parameter's gradient is on the rank whose stage it is in, and on no other."""
     steps: Outcome = []
     for by_rank in zip(*ranks, strict=True):
         gradients: dict[str, Any] = dict.fromkeys(by_rank[0][0])
@@ -295,7 +295,7 @@ def test_model_error_keeps_type_and_names_rank_stage_micro_batch() -> None:
     assert isinstance(ends[2], Raised)
     assert (ends[2].kind, ends[2].line) == ("ZeroDivisionError", "no good")
     assert "echelon: at rank 2, stage 2, micro-batch 1" in ends[2].trace
-    assert all(isinstance(end, Raised) for end in ends)  # nobody waits for ever for the one that failed
+    assert all(isinstance(end, Raised) for end in ends)  # no rank waits for ever for the one that failed
 
 
 def test_an_error_of_ours_names_them_in_its_line() -> None:

@@ -203,13 +203,13 @@ def test_same_bits_on_two_ranks() -> None:
 
 
 def pooled_chain() -> nn.Sequential:
-    """What is kept before the pooling grows with the image, what is kept after it does not."""
+    """Activations kept before the pooling grow with the image; those kept after it do not."""
     wide = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.AdaptiveAvgPool2d(4)]
     return nn.Sequential(*wide, nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Tanh(), nn.Flatten())
 
 
 def cut_on_ranks() -> tuple[Any, Any]:
-    """Where a chain is cut when ranks see images of different size, and where this rank alone would cut it."""
+    """Return the cuts of a chain when ranks see images of different size, and the cuts of this rank alone."""
     world = echelon.init()
     image = torch.randn(2, 3, *((32, 32) if world.rank == 0 else (4, 4)))
     chain, alone = pooled_chain(), pooled_chain()
@@ -230,7 +230,7 @@ def test_ranks_cut_alike_whatever_they_see() -> None:
 
 @contextlib.contextmanager
 def counting(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """What autograd really keeps, counted here without the code under test: storages by address, all held."""
+    """Count the storages that autograd keeps, by address, independently of the code under test."""
     storages = [t.untyped_storage() for t in [*model.parameters(), *model.buffers()]]
     persistent = {each.data_ptr(): each for each in storages}  # held: a buffer may be replaced, and its place be reused
     kept: dict[int, Tensor] = {}
@@ -519,7 +519,7 @@ def test_a_chain_is_never_cut_before_an_in_place_child(children: list[tuple[int,
 
 
 class Cache:
-    """As transformers' models pass it on unless they are told not to."""
+    """A model that passes its cache on, as transformers' models do by default."""
 
     def get_seq_length(self) -> int:
         return 0

@@ -39,7 +39,7 @@ from echelon.plan.segments import find_segments
 
 @dataclass
 class Job:
-    """What is trained, and how. Without a level: as one process would."""
+    """A training task. Without a level: as in one process."""
 
     model: str = "transformer"
     level: int = 0
@@ -372,7 +372,7 @@ OFFLOADS = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameter
 
 
 def test_one_rank_alone_trains_as_well() -> None:
-    """Without a group there is nobody to share with; what remains is where things live."""
+    """Without a group there is no rank to share with; only the place of the state remains."""
     for level in (1, 2, 3):
         assert_same_weights(train_here(Job("odd", level)), train_here(Job("odd")))
 
@@ -405,7 +405,7 @@ MODELS["deep"] = Deep
 
 
 def all_bytes() -> int:
-    """Of every tensor that lives in this process, whoever holds it."""
+    """Return the bytes of all tensors in this process."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

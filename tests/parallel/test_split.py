@@ -180,7 +180,7 @@ class Grouped(nn.Module):
 
 
 class Local(nn.Module):
-    """A user who computes with the parts himself."""
+    """User code computes with the parts itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -583,7 +583,7 @@ def recomputed() -> None:
 
 
 def forgotten() -> None:
-    """What is remembered for the next layer goes with the batch."""
+    """State kept for the next layer goes with the batch."""
     axis = axis_of(echelon.init())
     model = Projections()
     apply_split(model, {name: S() for name in "qkv"}, axis)
@@ -758,7 +758,7 @@ def test_parts_keep_their_place_through_changes_of_shape(chosen: list[int], alon
 
 
 def _stays(operation: Callable[[Any], Any], part: ShardedActivation) -> bool:
-    """Whether nothing has to be gathered for it."""
+    """Return True if the operation needs no gather."""
     probe = part.like(part.local)
     try:
         return isinstance(operation(probe), ShardedActivation) and not probe.has_whole

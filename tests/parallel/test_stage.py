@@ -84,7 +84,7 @@ class State:
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """As transformers' outputs: fields and items at once, and not known to torch's pytree."""
+    """Outputs as in transformers: fields and items at once, and not known to torch's pytree."""
 
     def __init__(self, **entries: Any) -> None:
         super().__init__(entries)
@@ -431,7 +431,7 @@ def test_auxiliary_losses_are_trained_where_they_arise() -> None:
 
 
 class Later:
-    """What backward may leave for later, and how often it was asked for that."""
+    """A layer with a deferred part of backward, which counts its calls."""
 
     ran = 0
 
@@ -514,7 +514,7 @@ def test_placeholders_keep_nothing_that_is_written_into_them() -> None:
         def forward(self, x: Tensor) -> Tensor:
             h = self.a(x)
             k = self.b(x)
-            h *= k  # and nobody uses it
+            h *= k  # and it is unused
             return self.c(k)
 
     model = Wasteful()

@@ -20,7 +20,7 @@ from echelon.optim.step_reach import StepReach, find_reach
 
 
 class Stepping(torch.optim.Optimizer):
-    """What they share: a direction for each parameter."""
+    """Base of the optimizers: a direction for each parameter."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         self.calls: list[int] = []

@@ -184,7 +184,7 @@ def build() -> nn.Module:
 
 @dataclass
 class Trained:
-    """What a rank came to, and the weights with which it began each step."""
+    """Result of a rank, and the weights with which it began each step."""
 
     losses: list[float]
     weights: Arrays

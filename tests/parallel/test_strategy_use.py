@@ -150,7 +150,7 @@ def test_dgc_leaves_unused_frozen_and_sparse_parameters_alone(model: str) -> Non
 
 
 def test_dgc_alone_sends_nothing_and_trains() -> None:
-    """The same script in one process: the algorithm stays the same, there is only nobody to send to."""
+    """The same script in one process: the algorithm stays the same, and sends nothing."""
     one = run(trained, Strategy(dgc=Dgc(sparsity=(0.0,), min_size=20)), False, ranks=1)[0]
     plain = run(plain_sgd_without_momentum, ranks=1)[0]
     for name, value in plain.items():  # sparsity 0 sends everything, and masking forgets all momentum
@@ -200,7 +200,7 @@ def test_dgc_takes_weights_of_any_type() -> None:
 
 
 def hierarchical_after_dense_steps() -> list[int]:
-    """How many entries of momentum the optimizer holds after each of four steps; compression begins with the third."""
+    """Count entries of momentum in the optimizer after each of four steps; compression begins with the third."""
     echelon.init(seed=1)
     torch.manual_seed(0)
     net = nn.Linear(30, 10)

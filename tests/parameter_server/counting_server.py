@@ -23,7 +23,7 @@ DIM = 16
 
 
 def rows_of(ids: np.ndarray) -> np.ndarray:
-    """What a pull answers: numbers that only the right ids in the right order give."""
+    """Return the answer to a pull: numbers that only the right ids in the right order give."""
     return ((ids % 1009)[:, None] * np.arange(1, DIM + 1)).astype(np.float32)
 
 

@@ -115,12 +115,12 @@ def new_pass(shard, worker, passes):
 
 
 def received(shard):
-    """How many pushes the shard has."""
+    """Return the number of pushes that the shard has."""
     return sum(seat.seq + 1 for seat in shard.members.seats.values())
 
 
 def trained(count, job, server=0):
-    """A shard that nobody kept and nobody stopped."""
+    """A shard that was neither kept nor stopped."""
     shard = opened(job, server)
     for number in range(count):
         push(shard, number)

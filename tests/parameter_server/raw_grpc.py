@@ -82,7 +82,7 @@ class Caller:
         self.raw(frame(DATA, END_STREAM if end else 0, 1, pieces[-1]))
 
     def drain(self, seconds: float = 60.0) -> bytes:
-        """What the server says until the call is over, or it hangs up."""
+        """Read until the call is over, or the server hangs up."""
         self._socket.settimeout(seconds)
         heard = b""
         try:

@@ -33,7 +33,7 @@ class Clock:
 
 
 def carried(frame: WireMessage) -> WireMessage:
-    """As it comes out of the network: its arrays are views of somebody else's read-only memory."""
+    """Pass a frame through the wire format: its arrays become views of foreign read-only memory."""
     head, bodies = pack(frame)
     return unpack(head, [bytes(body) for body in bodies])
 
@@ -61,7 +61,7 @@ class Servers:
         return [self.say(server, head) for server in range(len(self.shards))]
 
     def rows(self, table: str) -> np.ndarray:
-        """Of all ids, whichever server has them."""
+        """Return the rows of all ids, from whichever server has them."""
         owner = owners(VOCABULARY, len(self.shards))
         rows = np.empty((len(VOCABULARY), DIMS[table]), np.float32)
         for server, shard in enumerate(self.shards):

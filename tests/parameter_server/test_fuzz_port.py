@@ -80,7 +80,7 @@ def hurl(target: Target, data: bytes) -> None:
 
 
 def refused(do: Callable[[], object]) -> str:
-    """What Flight says to something it must not do."""
+    """Return Flight's error for a forbidden call."""
     with pytest.raises((flight.FlightError, pa.ArrowException)) as caught:
         do()
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""What a server loses with its disk, the next server has."""
+"""If a server loses its disk, the next server has its data."""
 
 import shutil
 import threading

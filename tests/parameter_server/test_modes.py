@@ -25,7 +25,7 @@ class Simulated:
         self.rate, self.compensate, self.version, self.staleness = np.float32(rate), np.float32(compensate), 0, []
 
     def pull(self, worker):
-        """What the worker must have got, and the version of it."""
+        """Note the values that the worker must have pulled, and their version."""
         for name, ids in worker.ids.items():
             np.testing.assert_allclose(worker.rows[name], [self.rows[name][i] for i in ids.tolist()], atol=1e-6, rtol=0)
         for name, parameter in worker.net.named_parameters():
@@ -46,7 +46,7 @@ class Simulated:
 
 
 def pulled_values(worker, server):
-    """What the worker read, as a push brings it back for compensation."""
+    """Return the values that the worker pulled, as a push returns them for compensation."""
     owned = worker.frame(server)[1][0]
     counts = list(worker.frame(server)[0]["tables"].values())
     rows, at = [], 0

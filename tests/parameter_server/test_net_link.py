@@ -193,11 +193,11 @@ def test_closing_fails_what_waits_and_leaves_no_thread(tmp_path: Path):
         with pytest.raises(EchelonError, match="closed"):
             link.send(push(1))
         link.close()
-        other = ServerChannel(free_endpoint())  # nobody there: the thread is between two attempts, or in one
+        other = ServerChannel(free_endpoint())  # no server there: the thread is between two attempts, or in one
         other.send(push(0))
         other.close()
         assert not set(threading.enumerate()) - threads
-        while seen.read_text() != "True":  # the server's side of it learns that nobody waits any more
+        while seen.read_text() != "True":  # the server's side of it learns that no caller waits any more
             time.sleep(0.01)
 
 

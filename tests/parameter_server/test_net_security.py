@@ -1,4 +1,4 @@
-"""Who gets in: tokens, TLS and certificates, against real servers; the others get one line at once."""
+"""Access control: tokens, TLS and certificates, against real servers; refused clients get one line at once."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def job_of(servers: int, trainers: int = 1, mode: str = "async", **keeping: obje
 
 
 def hello_again(job: JobSpec, worker: int) -> Callable:
-    """What a worker asks a server that came back: does it know the job?"""
+    """Return a worker's first request to a restarted server: does it know the job?"""
 
     def hello(call: Callable[[WireMessage], WireMessage]) -> None:
         known = call(WireMessage({"op": "hello", "worker": worker, "session": job.session})).head
@@ -94,7 +94,7 @@ def test_server_killed_repeatedly_keeps_every_answered_push(tmp_path: Path):
     link.close()
     assert server.wait() == 0
     assert server.lines() == [f"echelon: server 0 of 1 is ready at {endpoint}"] * 3
-    assert not any(path.is_file() for path in state.rglob("*"))  # the job is done: nobody comes back for it
+    assert not any(path.is_file() for path in state.rglob("*"))  # the job is done: no worker comes back for it
 
 
 def test_mirrored_servers_lost_disk_is_read_back_from_neighbour(tmp_path: Path):

@@ -14,7 +14,7 @@ from echelon.base.errors import EchelonError
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.strategy.sparse_update_rules import Adagrad, Sgd
 
-#: Where worker 1 dies in its step, as calls of the servers that it still makes.
+#: Calls of the servers that worker 1 still makes in its last step before it dies.
 DEATHS = {
     "before its pushes": [],
     "between its pushes": [("push", 0)],
@@ -238,7 +238,7 @@ def test_a_newcomer_counts_from_the_same_step_on_all_servers(moment):
 
 
 def test_a_join_that_a_server_did_not_hear_of_is_undone():
-    """Server 2 does not answer when worker 2 joins: nobody waits for it for ever, and it can join again."""
+    """Server 2 does not answer when worker 2 joins: no call waits for it for ever, and it can join again."""
     clock = Clock()
     spec = job(3, 2, patience=30.0)
     servers, workers = started(spec, clock=clock)
@@ -342,7 +342,7 @@ def test_bounded_goes_on_without_silent_worker_and_readmits_it():
 
 
 class Died(Exception):
-    """What happens to a worker in the tests below, instead of a call."""
+    """An event of a worker in the tests below, instead of a call."""
 
 
 class Mortal(Worker):

@@ -1,4 +1,4 @@
-"""What a shard takes and refuses, what it remembers, and that its changes played again give the same bits."""
+"""Requests that a shard takes and refuses, its state, and bit-equal replay of its changes."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_changes_played_again_give_the_same_bits(mode):
 @pytest.mark.parametrize("on_full", [None, "lru"])
 @pytest.mark.parametrize("seed", range(2))
 def test_replay_on_buckets_of_different_moments_gives_same_bits(mode, on_full, seed):
-    """As a snapshot beside training has them: facts first, then every bucket and the blocks at a moment of its own."""
+    """Copy state as a snapshot does: facts first, then each bucket and the blocks at a moment of its own."""
     tables = tuple(
         TableSpec(name=name, dim=dim, seed=5, rule=Adagrad(lr=0.1), expire_passes=2, admit_after=2)
         if on_full is None

@@ -35,13 +35,13 @@ def tell(nursery, line):
 
 
 def acknowledged(directory):
-    """How many pushes were answered, over all children."""
+    """Return the number of answered pushes, over all children."""
     acks = Path(f"{directory}.acks")
     return acks.read_bytes().count(b"\n") if acks.exists() else 0
 
 
 def snapshots(directory):
-    """How many were taken, over all children."""
+    """Return the number of pushes taken, over all children."""
     return Manifest.read(directory).number if (directory / "manifest.json").exists() else 0
 
 
@@ -57,7 +57,7 @@ def killed(nursery, directory, seconds, journal_limit, turn):
 
 
 def catch_up(straight, again):
-    """What ``again`` has received, for ``straight`` too."""
+    """Send ``straight`` all that ``again`` has received."""
     while received(straight) < received(again):
         push(straight, received(straight))
     for worker, seat in again.members.seats.items():

@@ -120,7 +120,7 @@ def _save_all(shard, path, step=3):
 
 
 def test_saves_while_pushes_come_keep_every_record_whole(tmp_path):
-    """Of an async job each saved row, weights and state and counts, is the one that some push left."""
+    """In an async job each saved row, with weights, state and counts, is one that some push left."""
     job = make_job()
     shard, straight = opened(job, directory=tmp_path / "a"), opened(job)
     history = {name: {} for name in shard.tables}

@@ -230,7 +230,7 @@ def test_a_wrong_option_is_one_line(given: dict[str, Any], line: str) -> None:
 
 def test_split_methods_are_known_by_fluids_names() -> None:
     class RoundRobin:
-        """As Fluid gives it: a class."""
+        """A class as Fluid passes it."""
 
     given = ("RoundRobin", "HashName", "hash_name", RoundRobin)
     found = [echelon.ParameterServer(split_method=method).split_method for method in given]

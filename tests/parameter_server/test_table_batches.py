@@ -1,4 +1,4 @@
-"""What surrounds a table: unique ids, merged gradients, ids by server; against numpy."""
+"""Work around a table: unique ids, merged gradients, ids by server; against numpy."""
 
 from __future__ import annotations
 

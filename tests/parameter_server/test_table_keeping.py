@@ -1,4 +1,4 @@
-"""Which rows a table makes, forgets and lets go of, and how they go to files and come back."""
+"""Rows that a table makes, forgets and evicts, and their way to files and back."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def table_of(rule: Rule, dim: int) -> Table:
 
 
 def batches(dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Which rows have a gradient in each step, and what it is."""
+    """Return the rows that have a gradient in each step, and their gradients."""
     rng = np.random.default_rng(dim)
     chosen = [rng.permutation(len(IDS))[: rng.integers(1, len(IDS) + 1)] for _ in range(STEPS)]
     return [(rows, rng.standard_normal((len(rows), dim)).astype(np.float32)) for rows in chosen]

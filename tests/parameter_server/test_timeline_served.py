@@ -1,4 +1,4 @@
-"""What travels to and from parameter servers is in the timeline, byte by byte."""
+"""Traffic to and from parameter servers is in the timeline, byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large each axis of the mesh becomes, and what cannot be."""
+"""Sizes of the axes of the mesh, and sizes that are refused."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_only_what_is_used_travels() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         h = net.a(x)
         k = net.b(h)
-        _ = h * 2  # nobody uses it
+        _ = h * 2  # and it is unused
         return net.c(k)
 
     recording = recorded(Net(forward), ABC)

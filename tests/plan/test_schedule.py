@@ -112,7 +112,7 @@ def test_forward_only_fills_the_pipeline_once() -> None:
 
 
 def torch_order(kind: type, ranks: int, micros: int, chunks: int = 1) -> list[list[tuple[str, int, int]]]:
-    """What torch would do; its schedules know their order before they meet a process group."""
+    """Return torch's order; its schedules know their order before they meet a process group."""
     reference: Any = object.__new__(kind)
     reference._num_stages, reference._n_microbatches = ranks, micros
     reference.n_local_stages, reference.pp_group_size = chunks, ranks
@@ -194,7 +194,7 @@ def test_makespan_is_the_longest_path(data: st.DataObject) -> None:
 
 
 def test_simulate_counts_memory_held_between_backward_parts() -> None:
-    """What is held between the two parts of backward counts with the memory that it takes."""
+    """Tensors held between the two parts of backward count with the memory that they take."""
     schedule = make("zero-bubble", 4, 8)
     durations: dict[Any, float] = {(kind, stage): 1.0 for kind in "FIW" for stage in range(4)}
     held: dict[Any, float] = {("F", stage): 10.0 for stage in range(4)} | {("I", stage): 1.0 for stage in range(4)}

@@ -177,7 +177,7 @@ def test_a_file_of_another_processor_is_told_and_not_used(
     (line,) = capsys.readouterr().err.splitlines()
     assert "Abacus 3000" in line
     assert processor() in line
-    # whoever names it plans for that machine
+    # a plan that names it is for that machine
     assert Cluster.parse("4xCPU", bench=default_path()).device(0).origin_of("peak") == "measured"
 
 

@@ -1,4 +1,4 @@
-"""What kernels and messages take, against arithmetic by hand."""
+"""Cost of kernels and messages, against arithmetic by hand."""
 
 from __future__ import annotations
 

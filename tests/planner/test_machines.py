@@ -21,7 +21,7 @@ from echelon.planner.cluster.device_catalog import CATALOGUE, RESERVE, find_kind
 
 @pytest.fixture(autouse=True)
 def no_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody measured on this machine must not decide over tests."""
+    """Hide measurements of this machine from the tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -1,4 +1,4 @@
-"""What a rank is foretold to hold: by hand arithmetic on made-up models, and beside the peaks of real steps."""
+"""Predicted memory of a rank: by hand arithmetic on made-up models, and compared with the peaks of real steps."""
 
 from __future__ import annotations
 

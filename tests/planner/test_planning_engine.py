@@ -82,7 +82,7 @@ LOOPS = {
 
 
 def _answered(room: str, scripts: list[str]) -> list[tuple[Any, Any]]:
-    """What each script answers to ``plan`` and to ``memory``."""
+    """Return each script's answer to ``plan`` and to ``memory``."""
     script, question, answer = (Path(room, name) for name in ("train.py", "question.json", "answer.json"))
     asked = plans.PlanOptions(model=str(script), cluster="2xV100", keep=1).to_dict()
     weighed = {"footprint": memory.MemoryOptions(model=str(script), device="cpu").to_dict()}

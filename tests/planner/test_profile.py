@@ -38,7 +38,7 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def plain_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Of operations that have no memory for themselves."""
+    """Compute a loss of operations that hold no memory."""
     return (output - target).square().mean()
 
 

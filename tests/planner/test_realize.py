@@ -131,7 +131,7 @@ def test_drafts_on_four_ranks_equal_one_process() -> None:
 
 
 class Drawing:
-    """As much of a profile as ``draft_of`` asks for."""
+    """The part of a profile that ``draft_of`` needs."""
 
     name, ties, splits, batch = "drawn", (), 2, BATCH
 

@@ -30,7 +30,7 @@ def device(name: str = "fast", speed: float = 1.0, memory: float = 80e9) -> Devi
 
 
 def machines(*hosts: tuple[int, int, Device]) -> Cluster:
-    """Of (hosts, devices in each, device)."""
+    """Make a cluster of (hosts, devices in each, device)."""
     return Cluster(tuple((count, Host((kind,) * size, INSIDE)) for count, size, kind in hosts), NETWORK)
 
 

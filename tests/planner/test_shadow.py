@@ -63,7 +63,7 @@ def test_a_cache_is_filled_once_by_each_block() -> None:
 
 
 def _peak_without_likeness(model: Cached, ids: Tensor) -> int:
-    """Of the same model, whose blocks are told apart by a setting."""
+    """Return the peak of the same model, with a setting that makes its blocks differ."""
     for at, block in enumerate(model.blocks):
         block.place = at
     found = find_footprint(profile(model, (ids,), device="cpu"), TrainingJob(samples=SAMPLES), "adam").peak

@@ -509,7 +509,7 @@ def test_memory_that_strategies_add() -> None:
 
 
 def test_memory_that_recompute_saves_is_counted_on_the_sample() -> None:
-    """Of four equal blocks only the inputs stay; without it, also what each layer of them gives to the next."""
+    """If four equal blocks are recomputed, only their inputs stay; otherwise also the outputs of their layers."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64), nn.Sigmoid()) for _ in range(4)]
     model, sample = nn.Sequential(*blocks), torch.randn(32, 64, requires_grad=True)
     row = 32 * 64 * 4

@@ -15,7 +15,7 @@ from echelon.strategy import Amp, Dgc, Lars, LowMemory, ParameterServer, Recompu
 
 NO_DECAY = ["batch_norm", ".b_0"]
 
-#: What Fleet's users write, and the strategy it is.
+#: Spellings of Fleet's users, and the strategy each one is.
 READ = [
     (
         {
@@ -88,7 +88,7 @@ READ = [
     ),
 ]
 
-#: What is refused, and the line.
+#: Refused values, and the error line.
 REFUSED = [
     ({"zero": 2}, "Strategy has no option 'zero'; write shard=2"),
     ({"zero_optimization": {"stage": 1}}, "Strategy has no option 'zero_optimization'; write shard=1"),

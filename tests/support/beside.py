@@ -18,7 +18,7 @@ import echelon
 from echelon import Strategy
 
 STEPS, ROWS = 3, 8
-#: Of a step, the whole batch; the model returns its loss.
+#: The whole batch of a step; the model returns its loss.
 Batches = Callable[[int], dict[str, Tensor]]
 
 

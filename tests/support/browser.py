@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 BROWSER = os.environ.get("ECHELON_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-#: Of itself it asks nobody anything.
+#: Options that keep the browser from network access of its own.
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 WORDS = ("--headless", "--no-sandbox", "--disable-gpu", *QUIET)
 LIMIT = 100.0
@@ -74,7 +74,7 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        os.close(self._to)  # it ends when nobody speaks to it any more
+        os.close(self._to)  # it ends when its last client has gone
         os.close(self._from)
         try:
             self._process.wait(10)
@@ -137,7 +137,7 @@ class Browser:
             time.sleep(0.05)
 
     def box(self, selector: str) -> dict[str, float]:
-        """Where an element is in the window, scrolled into view."""
+        """Return the place of an element in the window, scrolled into view."""
         target = f"document.querySelector({json.dumps(selector)})"
         self.ask(f"{target}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         found: dict[str, float] = self.ask(f"{target}.getBoundingClientRect().toJSON()")

@@ -20,7 +20,7 @@ KNOWN = all(hasattr(_server, part) for part in _PARTS) and not hasattr(_server, 
 
 
 def offer() -> dict[str, Any]:
-    """How workers find the server of this process, which is started where there is none."""
+    """Let workers find the server of this process, which is started if there is none."""
     if not KNOWN:
         return {}
     assert harness.context  # which says what the server imports
@@ -31,7 +31,7 @@ def offer() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """What is started here says nothing to the console of the tests, where it would stand between their dots."""
+    """Start processes without output to the console of the tests, where it would stand between their dots."""
     kept = {number: os.dup(number) for number in (1, 2)}
     null = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -49,6 +49,6 @@ def join(offered: dict[str, Any]) -> None:
     """From here on, processes of this one are forked by the server that was offered."""
     if offered:
         _server._forkserver_address = offered["address"]
-        # it lives for as long as anybody has this open
+        # it lives for as long as any process has this open
         _server._forkserver_alive_fd = os.open(f"/proc/{offered['pid']}/fd/{offered['alive']}", os.O_WRONLY)
         _server.ensure_running = resource_tracker.ensure_running

@@ -27,7 +27,7 @@ from typing import Any
 
 os.environ.setdefault("ECHELON_WAIT_NOTICE", "60")  # on a busy machine a rank may be late by more than 5 s
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the fork server: ranks share two cores
-#: One for all tests: whoever names other preloads last would take these from everybody.
+#: One for all tests: the last list of preloads holds for all of them.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
@@ -57,7 +57,7 @@ context.set_forkserver_preload(
 
 #: By this name pytest's workers know who they are, and their ranks whose they are.
 WORKER = "PYTEST_XDIST_WORKER"
-#: What ranks are told; a test that starts its processes otherwise takes it away.
+#: Environment of the ranks; a test that starts its processes otherwise removes it.
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 #: Seconds after which ranks hang, however busy the machine.
 LIMIT = 150.0
@@ -79,14 +79,14 @@ class RankFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Died:
-    """What a rank leaves behind when it is killed instead of returning."""
+    """Result of a rank that is killed instead of returning."""
 
     exitcode: int
 
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank leaves behind when it raises."""
+    """Result of a rank that raises."""
 
     kind: str
     line: str
@@ -105,7 +105,7 @@ def run(rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: floa
 def errors(
     rank_main: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = LIMIT, **kwargs: Any
 ) -> list[str]:
-    """As ``run``, for jobs that must fail: every rank's one-line error, '' for a rank that returned."""
+    """Run jobs that must fail and return every rank's one-line error, '' for a rank that returned."""
     results = run_raw(rank_main, *args, ranks=ranks, timeout=timeout, **kwargs)
     return [f"{end.kind}: {end.line}" if isinstance(end, Raised) else "" for end in results]
 
@@ -113,7 +113,7 @@ def errors(
 def run_raw(
     rank_main: Callable[..., Any], *args: Any, ranks: int = 2, hosts: int = 1, timeout: float = LIMIT, **kwargs: Any
 ) -> list[Any]:
-    """What became of every rank: its result, or ``Raised``, or ``Died``. Ranks are told they are on ``hosts`` hosts."""
+    """Return every rank's result, or ``Raised``, or ``Died``. The environment has ``hosts`` hosts."""
     port = free_port()
     pipes, processes = [], []
     for rank in range(ranks):
@@ -147,7 +147,7 @@ def script(path: str, args: Sequence[str]) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody else takes before it is used: apart from those the kernel deals out, from those that jobs of
+    """Return a port that stays free until it is used: apart from those the kernel deals out, from those that jobs of
     Slurm agree on, and from those of other pytest workers."""
     worker = int(os.environ.get(WORKER, "gw0").removeprefix("gw"))
     for number in _ports:

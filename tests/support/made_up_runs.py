@@ -1,4 +1,4 @@
-"""Directories of runs that nobody ran: every file that a run can leave, with figures that a test knows."""
+"""Directories of made-up runs: every file that a run can leave, with figures that a test knows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def metrics(first: int, last: int, total: int | None = 4000, every: int = 10, be
 
 
 def rank_records(rank: int, first: int, last: int, every: int = 10) -> list[Record]:
-    """Rank ``SLOW`` computes 20 ms longer and waits for nobody; the others wait for it."""
+    """Rank ``SLOW`` computes 20 ms longer and does not wait; the others wait for it."""
     slow = rank == SLOW
     phases = PHASES | ({"backward": 60.0, "communicate": 1.0} if slow else {"communicate": 20.0})
     waited = 0.0 if slow else 18.0
@@ -134,7 +134,7 @@ EVENTS = [
 
 
 def spans(rank: int, steps: Sequence[int] = (10, 11, 12), micro_batches: int = 8) -> list[Record]:
-    """As of a GPU: kernels, by the phase that launched them. One step is 72 ms; the second of three 2 ms longer."""
+    """Kernels as of a GPU, by the phase that launched them. One step is 72 ms; the second of three 2 ms longer."""
     told = {"clock_offset": 0.0, "clock_error": 1e-5, "device": "cuda", "steps": [10, 12]}
     found: list[Record] = [{"rank": rank, "host": "gpu01", **told}]
     for step in steps:

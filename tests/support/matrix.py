@@ -119,7 +119,7 @@ REPLICATED = {"convnet": "body.1", "transformer": "norm", "unet": "down", "exper
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model."""
+    """Layout of a model over ranks."""
 
     ranks: int
     stages: int = 1

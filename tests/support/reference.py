@@ -21,7 +21,7 @@ Oracle = Callable[[Arrays, int, int, int, float], tuple[float, Arrays]]
 
 @dataclass
 class Settings:
-    """What to do, as numbers. Names follow the formulas."""
+    """Settings of the reference, as numbers. Names follow the formulas."""
 
     ranks: int = 2
     steps: int = 20
@@ -354,5 +354,5 @@ class Meeting:
 
 
 def _mean(losses: list[float]) -> float:
-    """Of those that did not overflow."""
+    """Return the mean of the losses that did not overflow."""
     return float(np.mean([loss for loss in losses if math.isfinite(loss)]))

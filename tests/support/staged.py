@@ -96,7 +96,7 @@ class Staged:
         return found
 
     def buffers(self) -> dict[str, list[Tensor]]:
-        """Of every rank that holds it."""
+        """Return each buffer, from every rank that holds it."""
         found: dict[str, list[Tensor]] = {}
         for model in self.models:
             for name, value in model.named_buffers():

@@ -61,7 +61,7 @@ class SparseEmbedder(nn.Module):
 
 
 class Partial(nn.Module):
-    """A frozen layer, a layer nobody uses, and one that only samples with x[0] > 0 use."""
+    """A frozen layer, an unused layer, and one that only samples with x[0] > 0 use."""
 
     def __init__(self) -> None:
         super().__init__()

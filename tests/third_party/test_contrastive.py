@@ -26,7 +26,7 @@ def _clip() -> transformers.CLIPModel:
 
 
 def contrastive_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """As transformers computes it, on the rows of all replicas."""
+    """Compute the loss as transformers does, on the rows of all replicas."""
     image, text = gather_batch(output.image_embeds, output.text_embeds)
     logits = batch["scale"][0] * text @ image.T
     labels = torch.arange(len(logits))

@@ -163,7 +163,7 @@ def test_the_route_is_the_one_with_the_longest_prefix() -> None:
     assert route_to("8.8.8.8", table.splitlines()[0]) is None
 
 
-# What is slow
+# Slow ranks
 
 
 def test_what_is_more_than_half_again_off_the_median_is_slow() -> None:
@@ -188,7 +188,7 @@ def test_steps_measure_each_pair_of_hosts_once_without_overlap(hosts: int, each:
 
 
 def test_steps_of_many_ranks_pair_only_the_same_local_places() -> None:
-    """Of very many ranks only those with the same place on their hosts are paired."""
+    """With very many ranks only those with the same place on their hosts are paired."""
     plan = steps({host: range(host * 8, host * 8 + 8) for host in range(64)})
     assert len(plan) - 1 == 63 * 8 <= MOST_STEPS
     assert len(host_rounds(range(64))) == 63
@@ -411,7 +411,7 @@ def test_the_text_is_narrow_and_plain_whatever_the_names_are() -> None:
     assert max(len(line) for line in text.splitlines()) <= WIDTH
 
 
-# What is read from the machine
+# Figures read from the machine
 
 
 def test_secrets_and_homes_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

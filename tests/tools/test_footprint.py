@@ -467,7 +467,7 @@ def test_a_script_is_taken_with_its_own_strategy_and_optimizer(tmp_path: Path) -
 
 
 def _listened(script: str) -> Any:
-    """What the process of a script answers, as ``ask`` starts it."""
+    """Return the answer of the process of a script, as ``ask`` starts it."""
     question, answer = Path(script).with_name("question.json"), Path(script).with_name("answer.json")
     wanted = MemoryOptions(model=script, device="cpu").to_dict()
     question.write_text(json.dumps({"footprint": wanted, "answer": str(answer)}))

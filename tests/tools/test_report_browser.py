@@ -1,4 +1,4 @@
-"""The report in a real browser: reading, zooming, refreshing; nothing is asked of anybody else, nothing complains."""
+"""The report in a real browser: reading, zooming, refreshing; no request to other servers, no error."""
 
 from __future__ import annotations
 

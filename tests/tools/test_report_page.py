@@ -235,7 +235,7 @@ def test_a_page_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None
 
 
 def test_metrics_alone_make_a_page(tmp_path: Path) -> None:
-    """As without the launcher's other files: no ranks, no evaluations, no plan."""
+    """A run without the launcher's files: no ranks, no evaluations, no plan."""
     append(tmp_path / "metrics.jsonl", metrics(10, 100, total=None))
     path = report(str(tmp_path), None)
     assert path == tmp_path / "report.html"

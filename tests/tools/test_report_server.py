@@ -43,7 +43,7 @@ def ask(server: PageServer, path: str = "/", method: str = "GET", **headers: str
 
 
 def until_new(server: PageServer, tag: str) -> tuple[str, str]:
-    """As a page does: ask until there is another one."""
+    """Ask as a page does, until there is another page."""
     until = time.monotonic() + 30
     while (answer := ask(server, If_None_Match=tag))[0] == 304:
         assert time.monotonic() < until

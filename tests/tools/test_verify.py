@@ -39,7 +39,7 @@ from echelon.tools.verify.verdict_text import as_json, conclusion, notes
 
 
 def batches(shared: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Of this rank, which has one row more than the one before it; or the same for all."""
+    """Return this rank's batches: one row more than on the rank before it, or the same for all."""
     number = 0 if shared else echelon.rank()
     made = torch.Generator().manual_seed(7 + number)
     rows = 6 + number
@@ -158,7 +158,7 @@ def backward_by_rank() -> None:
 
 
 class LateByRank(nn.Linear):
-    """As it should be in the first step, which looks at it twice."""
+    """A layer that is right in the first step, which is checked twice."""
 
     calls = 0
 
@@ -476,7 +476,7 @@ def test_inexact_strategies_differ_as_expected(body: Callable[[], None], setting
 
 
 def test_a_strategy_does_not_excuse_a_layer(tmp_path: Path) -> None:
-    """Where replicas step alone, their first forward is still that of one process."""
+    """If replicas step alone, their first forward is still that of one process."""
     right = verified(alone_now_and_then, tmp_path / "right")
     assert right.status == "expected"
     assert right.rows[-1].weight is not None

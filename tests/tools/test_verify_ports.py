@@ -83,7 +83,7 @@ def by_tokens_masked() -> None:
 
 
 def by_rows() -> None:
-    """What is wrong, and said so by the script: that rows count alike."""
+    """Train with a wrong statement of the script: that rows count alike."""
     language(samples=lambda batch: len(batch["words"]))
 
 
@@ -108,7 +108,7 @@ def loader_of_torch() -> None:
 
 
 def losses_of_plain_torch() -> list[float]:
-    """Of the first steps, in one process, without Echelon."""
+    """Return losses of the first steps, in one process, without Echelon."""
     model, found = Words(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for at in range(STEPS):

@@ -36,7 +36,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def write_fleets_folder(folder: Path) -> None:
-    """As Fleet's page on data sets describes it: two archives of pictures, lists, and a yaml beside them."""
+    """Write a data set as Fleet's page describes it: two archives of pictures, lists, and a yaml beside them."""
     image = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(0)
     lines: dict[str, list[str]] = {"train": [], "val": []}

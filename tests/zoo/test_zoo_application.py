@@ -18,7 +18,7 @@ STEPS = 4
 
 
 def train() -> dict[str, Any]:
-    """As Fleet's users write it."""
+    """An application as Fleet's users write it."""
     echelon.init(seed=3)
     app = echelon.zoo.load("resnet_v1_18", num_classes=4, image_size=48, width=4, num_sample_per_epoch=64)
     strategy = Strategy(

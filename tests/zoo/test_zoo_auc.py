@@ -51,7 +51,7 @@ class Scorer(nn.Module):
 
 
 def judged(samples: int, marks: dict[str, Any]) -> list[dict[str, float]]:
-    """Of shared data; and, without marks, of batches that each rank has alone, fewer than the rank before."""
+    """Evaluate shared data; and, without marks, batches of each rank alone, fewer than those of the rank before."""
     world = echelon.init()
     model = Scorer()
     echelon.annotate(model, marks)

@@ -36,7 +36,7 @@ NOTHING = Dataset(name="nothing", open=lambda request: Data(train=None), tasks=(
 
 
 def asked(model: str, dataset: Dataset = NOTHING, task: str | None = None, **given: Any) -> Request:
-    """What the command would resolve: the defaults of all, and what is given on top."""
+    """Return the settings that the command would resolve: the defaults of all, and those given on top."""
     entry = registry._models[model]
     values: dict[str, Any] = {each.name: each.default for each in (*PARAMETERS, *dataset.settings, *entry.settings)}
     values |= {**entry.defaults, **dataset.defaults, "model_name": model, "dataset_name": dataset.name, **given}

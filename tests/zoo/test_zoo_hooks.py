@@ -133,7 +133,7 @@ def test_early_stopping_without_evaluations_is_refused(tmp_path: Path) -> None:
 
 
 class _Begins:
-    """What hooks look at before they look at an engine."""
+    """The part of a run that hooks read before they read an engine."""
 
     request = request(hooks="EarlyStopHook")
     steps = 0

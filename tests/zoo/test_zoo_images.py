@@ -92,7 +92,7 @@ def test_resnet_v2_has_the_parameters_of_the_paper(depth: int) -> None:
 
 @pytest.mark.parametrize("case", REFERENCE)
 def test_outputs_are_those_of_other_libraries(case: str) -> None:
-    """Of torchvision and timm (references/make_images.py), in double precision, and gradients where in training."""
+    """Compare with torchvision and timm (references/make_images.py), in double precision, gradients in training too."""
     name, _, training = case.partition(" in ")
     image_size = 32 if name in {"vgg_11", "vit_tiny"} else 64
     with torch.device("meta"):
@@ -185,7 +185,7 @@ def test_a_vision_transformer_says_what_sizes_do_not_fit() -> None:
 
 
 def staged_losses(cut: int) -> list[float]:
-    """Of three steps of resnet_v1_18 in two stages, the second of which begins with layers.{cut}."""
+    """Return losses of three steps of resnet_v1_18 in two stages, the second of which begins with layers.{cut}."""
     echelon.init(seed=0)
     network = tiny("resnet_v1_18")
     stages = [echelon.stage(0), echelon.stage(1)]
@@ -195,7 +195,7 @@ def staged_losses(cut: int) -> list[float]:
 
 
 def split_losses() -> list[float]:
-    """Of three steps of a vision transformer, split as its entry says."""
+    """Return losses of three steps of a vision transformer, split as its entry says."""
     echelon.init(seed=0)
     network = tiny("vit_tiny", num_hidden_layers=2)
     return _losses(echelon.annotate(network, registry.model("vit_tiny").split), "vit_tiny")

@@ -63,7 +63,7 @@ def test_parameters_as_published(name: str) -> None:
     assert trained(network) == model.parameters
 
 
-# What slim's own tests count before the classifier: weights, and of each batch norm shift, mean and variance.
+# Counts of slim's own tests before the classifier: weights, and of each batch norm shift, mean and variance.
 @pytest.mark.parametrize(("name", "slim"), [("inception_v1", 5607184), ("inception_v2", 10173112)])
 def test_slim_counts_the_same_layers(name: str, slim: int) -> None:
     with torch.device("meta"):

@@ -50,7 +50,7 @@ def made(name: str, task: str) -> nn.Module:
 
 
 def rows() -> TokenRows:
-    """Of 3 to 16 tokens, some without a second text."""
+    """Make rows of 3 to 16 tokens, some without a second text."""
     draw = np.random.RandomState(0)
     spans = [draw.randint(0, 400, ROWS), draw.randint(1, 7, ROWS), draw.randint(0, 400, ROWS), draw.randint(0, 7, ROWS)]
     return TokenRows(draw.randint(5, 128, 500).astype(np.int32), np.stack(spans, 1), LENGTH, SpecialTokens(0, 2, 3, 4))

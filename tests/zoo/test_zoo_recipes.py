@@ -89,7 +89,7 @@ def launch(words: list[str], cwd: Path) -> str:
 
 
 def on_ranks(words: list[str], cwd: Path) -> str:
-    """As ``launch``, on the ranks of the harness."""
+    """Launch on the ranks of the harness."""
     if words[0] != "train":
         return str(run(_call, words, str(cwd), ranks=1)[0])
     asked = sort_words(words[1:], launcher_options())
@@ -139,7 +139,7 @@ def check(block: Block, result: dict[str, Any], page: Path) -> None:
 
 
 def _bounds(page: Path) -> dict[str, Any]:
-    """What the page promises of runs that are never the same twice."""
+    """Check the page's promises about runs that are never the same twice."""
     return {
         name: lambda value, side=side, limit=float(limit): (value < limit) == (side == "below")
         for name, side, limit in BOUND.findall(page.read_text())

@@ -126,7 +126,7 @@ def same(found: Tensor, expected: Tensor, within: float = 1e-7) -> None:
 
 
 def drawn_state(shapes: dict[str, list[int]]) -> dict[str, Tensor]:
-    """As references/make_text.py draws them."""
+    """Draw weights as references/make_text.py does."""
     return {name: drawn(name, shape) for name, shape in shapes.items()}
 
 

@@ -12,7 +12,7 @@ from echelon.base.environment import PLAN
 
 
 def train_here(words: Sequence[str], cwd: str, plan: str | None = None) -> str:
-    """What it prints. ``plan``: a file, as ``--plan`` names one to the launcher."""
+    """Return the output of a run. ``plan``: a file, as ``--plan`` names one to the launcher."""
     from echelon.zoo.train.run import main
 
     os.chdir(cwd)

@@ -46,7 +46,7 @@ def images(size: int) -> Tensor:
 
 
 def maps(channels: int) -> Tensor:
-    """What the auxiliary classifier of an inception sees of a large image."""
+    """Return the size of the auxiliary classifier's input for a large image."""
     return noise(1001, 2, channels, 17, 17)
 
 
