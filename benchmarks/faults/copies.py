@@ -120,7 +120,7 @@ def looked(engine: Any, memories: MemoryCheckpointer, batch: Any) -> float:
 def measure(case: str, blocks: int, steps: int, port: int) -> dict[str, Any]:
     counts = [2] if case == "data" else [1, 1]
     memories = [MemoryCheckpointPlugin("127.0.0.1", None, 1) for _ in counts]
-    hosts = [(memory.server.address, memory.card["memory_key"]) for memory in memories]
+    hosts = [(memory.server.address, memory.announcement["memory_key"]) for memory in memories]
     ranks = []
     for rank in range(2):
         here = 0 if case == "data" else rank

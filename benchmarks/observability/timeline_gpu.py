@@ -106,11 +106,11 @@ def overhead(directory: str) -> dict[str, float]:
         first = engine.steps + 1
         recording = TraceSession(f"{first}:{first + BLOCK - 1}", "benchmark", Path(directory) / f"{turn}")
         begun = time.perf_counter()
-        recording.start(engine)
+        recording.start(engine._view)
         started = time.perf_counter() - begun
         on.append(timed(engine, batch))
         begun = time.perf_counter()
-        recording.after(engine)
+        recording.after(engine._view)
         edges.append((started, time.perf_counter() - begun))
     engine.close()
     plain, recorded = statistics.median(off), statistics.median(on)

@@ -51,11 +51,11 @@ def train(directory: str, rounds: int, steps: int) -> dict[str, float]:
     def recorded(turn: int) -> tuple[float, float]:
         first = engine.steps + 1
         recording = TraceSession(f"{first}:{first + steps - 1}", "benchmark", Path(directory) / f"{turn}")
-        recording.start(engine)
+        recording.start(engine._view)
         recorder = activity.recorder
         took = block()
         begun = time.perf_counter()
-        recording.after(engine)
+        recording.after(engine._view)
         ends.append(time.perf_counter() - begun)
         spans.append(len(recorder.spans) if recorder is not None else 0)
         return took

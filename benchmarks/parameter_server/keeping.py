@@ -111,8 +111,8 @@ class Longest:
     """The longest time that a keeper holds the shard's lock: what a push may have to wait."""
 
     def __init__(self, shard: ServerShard) -> None:
-        self.seconds, self._held = 0.0, shard.keeper._held  # type: ignore[union-attr]
-        shard.keeper._held = self.held  # type: ignore[union-attr]
+        self.seconds, self._held = 0.0, shard.persistence._held  # type: ignore[union-attr]
+        shard.persistence._held = self.held  # type: ignore[union-attr]
 
     def held(self) -> Any:
         inner, outer = self._held(), self
@@ -145,15 +145,15 @@ def snapshots(ids: int, dim: int, directory: Path) -> dict[str, Any]:
     table, found = shard.tables["t"], {}
     found["rows"], found["table_mb"] = len(table), round(table.memory() / 1e6, 1)
     longest = Longest(shard)
-    assert shard.keeper is not None
-    keeper: Any = shard.keeper
-    measured("base", lambda: keeper.snapshot(base=True), found)
+    assert shard.persistence is not None
+    persistence: Any = shard.persistence
+    measured("base", lambda: persistence.snapshot(base=True), found)
     _push(shard, named(np.arange(ids // 100)))
-    measured("delta_of_1_percent", lambda: keeper.snapshot(base=False), found)
-    measured("save", lambda: keeper.save(directory / "checkpoint", 1), found)
+    measured("delta_of_1_percent", lambda: persistence.snapshot(base=False), found)
+    measured("save", lambda: persistence.save(directory / "checkpoint", 1), found)
     found["longest_lock_ms"] = round(longest.seconds * 1e3, 2)
     found["checkpoint_mb"] = round(sum(p.stat().st_size for p in (directory / "checkpoint").iterdir()) / 1e6, 1)
-    measured("load", lambda: keeper.load(directory / "checkpoint"), found)
+    measured("load", lambda: persistence.load(directory / "checkpoint"), found)
     for ending in ("parquet", "safetensors"):
         out = directory / f"t.{ending}"
         measured(f"export_{ending}", lambda out=out: export_checkpoint(directory / "checkpoint", out), found)

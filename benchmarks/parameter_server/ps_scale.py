@@ -68,14 +68,14 @@ def some(ids: int) -> np.ndarray:
 
 def make(ids: int, directory: Path) -> dict[str, Any]:
     shard = opened(directory)
-    keeper: Any = shard.keeper
+    persistence: Any = shard.persistence
     found: dict[str, Any] = {"create, s": push(shard, 0, ids)}
     began = time.perf_counter()
-    keeper.snapshot(base=True)
+    persistence.snapshot(base=True)
     found["base snapshot, s"] = round(time.perf_counter() - began, 1)
     found["train the first 10 % again, s"] = push(shard, 0, ids // 10)
     began = time.perf_counter()
-    keeper.snapshot(base=False)
+    persistence.snapshot(base=False)
     found["delta of 10 %, s"] = round(time.perf_counter() - began, 1)
     table = shard.tables["t"]
     found |= {"rows": len(table), "bytes an id": round(table.memory() / len(table), 1), "resident, GB": resident()}

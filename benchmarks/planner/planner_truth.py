@@ -23,19 +23,19 @@ import os
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.planner.fit_constants import FittedConstant, fit
 from benchmarks.planner.planner_truth_memory import titan_memory
 from benchmarks.planner.planner_truth_rows import GIB, Row, read
 from benchmarks.planner.planner_truth_systems import (
-    CONSTANTS,
+    FITTED,
     FOUND,
-    TITAN_CONSTANTS,
-    TITAN_FOUND,
+    FittedFigures,
     Foretelling,
     needs_recompute,
+    system_of,
 )
 
 SINGLE, MULTI = "a100_single_node.csv", "a100_multi_node.csv"
@@ -74,23 +74,23 @@ def judge(rows: Sequence[Row], foretold: Sequence[float]) -> Quality:
     )
 
 
-def fitted(rows: Sequence[Row], steps: int = 170) -> Foretelling:
-    """With constants fitted on ``rows``: those of Megatron-LM on its runs, those of torchtitan on its."""
-    said = with_recompute(rows)
-    llamas, others = [row for row in said if row.shape.llama], [row for row in said if not row.shape.llama]
-    constants = _fit(CONSTANTS, others, steps, lambda given: Foretelling({**FOUND, **given})) if others else FOUND
-    titan = _fit(TITAN_CONSTANTS, llamas, steps, lambda given: Foretelling(constants, given)) if llamas else TITAN_FOUND
-    return Foretelling(constants, titan)
+def fitted(rows: Sequence[Row], steps: int = 60) -> Foretelling:
+    """Return predictions with constants fitted on ``rows``, for each system that has some."""
+    figures = {}
+    for name, known in FITTED.items():
+        own = [row for row in with_recompute(rows) if system_of(row).name == name]
+        if own:
+            figures[name] = _fit(name, known, own, steps)
+    return Foretelling(figures)
 
 
-def _fit(
-    known: Mapping[str, FittedConstant],
-    rows: Sequence[Row],
-    steps: int,
-    made: Callable[[Mapping[str, float]], Foretelling],
-) -> dict[str, float]:
+def _fit(name: str, known: Mapping[str, FittedConstant], rows: Sequence[Row], steps: int) -> FittedFigures:
     seconds, tasks = [row.seconds for row in rows], [row.task for row in rows]
-    return fit(known, lambda given: made(given).seconds(rows), seconds, steps, tasks)
+
+    def predicted(given: Mapping[str, float]) -> list[float]:
+        return Foretelling({name: FOUND[name].with_(given)}).seconds(rows)
+
+    return FOUND[name].with_(fit(known, predicted, seconds, steps, tasks))
 
 
 def with_recompute(rows: Sequence[Row]) -> list[Row]:
@@ -127,10 +127,11 @@ def _name(row: Row) -> str:
     return " ".join([row.name or f"{row.shape.parameters / 1e9:.1f}B", f"x{row.gpus}", *extras])
 
 
-def show_constants(known: Mapping[str, FittedConstant], found: Mapping[str, float], fitted_on: str) -> None:
-    print(f"constants fitted on {fitted_on}:")
-    for name, constant in known.items():
-        print(f"  {name:<13} {found[name]:10.3g}  {constant.says} (taken as likely before: {constant.usual:.3g})")
+def show_constants(system: str, by: Foretelling, fitted_on: str) -> None:
+    print(f"constants of {system}, fitted on {fitted_on}:")
+    for name, constant in FITTED[system].items():
+        found = by.figures[system].value(name)
+        print(f"  {name:<18} {found:10.3g}  {constant.says} (taken as likely before: {constant.usual:.3g})")
 
 
 def all_tables(data: Path, seed: int, cross: bool, each: bool) -> None:
@@ -142,16 +143,16 @@ def all_tables(data: Path, seed: int, cross: bool, each: bool) -> None:
     vtrain = single + multi
     seen, unseen = a_quarter(vtrain, seed)
     by = fitted(seen)
-    show_constants(CONSTANTS, by.constants, f"{len(seen)} of {len(vtrain)} vTrain rows (random, seed {seed})")
+    show_constants("Megatron-LM", by, f"{len(seen)} of {len(vtrain)} vTrain rows (random, seed {seed})")
     show("vTrain, rows it was not fitted on", unseen, by)
     show("vTrain, all rows", vtrain, by)
     show("vTrain, one host", single, by)
     show("vTrain, several hosts", multi, by, each)
     show("Megatron-LM SC21, nothing fitted on it", megatron, by, each)
-    half = titan[::2]
-    by = Foretelling(by.constants, fitted(half).titan)
-    show_constants(TITAN_CONSTANTS, by.titan, f"{len(half)} of {len(titan)} torchtitan rows (every second one)")
-    show("torchtitan, rows it was not fitted on", titan[1::2], by)
+    seen, unseen = titan[::PART], [row for at, row in enumerate(titan) if at % PART]
+    by = fitted(seen)
+    show_constants("torchtitan", by, f"{len(seen)} of {len(titan)} torchtitan rows (every {PART}th)")
+    show("torchtitan, rows it was not fitted on", unseen, by)
     show("torchtitan, all rows", titan, by, each)
     show_memory(titan)
     if cross:
@@ -183,7 +184,7 @@ def one_table(path: Path, fit_on: Path | None, seed: int, each: bool) -> None:
     rows = with_recompute(read(path))
     if not rows:
         raise SystemExit(f"{path} has no rows; the first line names the columns, the others are runs")
-    by, judged = Foretelling(FOUND), rows
+    by, judged = Foretelling(), rows
     print("constants: found on a quarter of the vTrain rows" if fit_on is None else "constants: fitted now")
     if fit_on is not None:
         seen, judged = with_recompute(read(fit_on)), rows
@@ -192,8 +193,8 @@ def one_table(path: Path, fit_on: Path | None, seed: int, each: bool) -> None:
         elif len(seen) > MANY:
             seen, _ = a_quarter(seen, seed)
         by = fitted(seen)
-        known, found = (TITAN_CONSTANTS, by.titan) if seen[0].shape.llama else (CONSTANTS, by.constants)
-        show_constants(known, found, f"{len(seen)} rows of {fit_on.name} (random, seed {seed})")
+        for system in sorted({system_of(row).name for row in seen}):
+            show_constants(system, by, f"{len(seen)} rows of {fit_on.name} (random, seed {seed})")
         show(f"{path.name}, all rows", rows, by)
     print(show(f"{path.name}, rows it was not fitted on", judged, by, each))
 

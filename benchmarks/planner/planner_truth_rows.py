@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner.planner_truth_models import Shape
+from echelon.planner.cluster.device_catalog import find_kind, kind_named, normalize_device_name
 
 GIB = 2.0**30
 EMPTY = {"", "-", "na", "n/a", "none", "nan"}
@@ -22,11 +24,27 @@ LLAMA = {
     "405B": (126, 16384, 128, 53248, 0.0625),
 }
 LLAMA_VOCABULARY = 128256
+BEFORE_FLASH = ("a100", "v100", "p100", "t4")  # of published runs on these, none has fused attention
+UNPADDED = 50257  # GPT-2's vocabulary, which Megatron-LM pads to 51,200 for splits
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Fields of ``System`` that a table gives; None where it does not."""
+
+    sequence_split: bool | None = None
+    overlap: float | None = None
+    hides_split: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run. recompute: none, selective, full, or "" where the table does not say; seconds: of a step."""
+    """One run.
+
+    recompute: none, selective, full, or "" where the table does not say
+    seconds:   of a step
+    open_micro, open_chunks: True if the table does not say the micro-batch, or the stages of a rank
+    """
 
     shape: Shape
     device: str
@@ -46,6 +64,9 @@ class Row:
     async_split: bool = False
     loss_compiled: bool = False
     name: str = ""
+    options: RunOptions = RunOptions()
+    open_micro: bool = False
+    open_chunks: bool = False
 
     @property
     def micro_batch(self) -> float:
@@ -57,91 +78,210 @@ class Row:
         return self.shape, self.device, self.gpus, self.batch, self.float8, self.compiled, self.name
 
 
+class UnknownFormat(SystemExit):
+    """A table without the columns that a row needs; the message is one line for the user."""
+
+
+#: Names of a column, by what it holds; the first is the one that messages name.
+NAMES = {
+    "layers": ("layers", "num_layers", "n_layers"),
+    "hidden": ("hidden", "hidden_size", "h"),
+    "heads": ("heads", "attention_heads", "num_heads", "n_heads"),
+    "seq": ("seq", "sequence", "seq_length", "sequence_length"),
+    "vocab": ("vocab", "vocabulary", "vocab_size"),
+    "ffn": ("ffn", "ffn_hidden", "intermediate_size"),
+    "t": ("t", "tp", "tensor_parallel"),
+    "p": ("p", "pp", "pipeline_parallel"),
+    "d": ("d", "dp", "data_parallel"),
+    "gpus": ("gpus", "num_gpus", "n_gpus"),
+    "global_batch": ("global_batch", "batch", "batch_size", "global_batch_size", "gbs"),
+    "micro_batch": ("micro_batch", "micro_batch_size", "mbs"),
+    "virtual_stages": ("virtual_stages", "v", "interleave", "vpp"),
+    "device": ("device", "gpu", "gpu_type"),
+    "flash": ("flash", "flash_attention"),
+    "sequence_split": ("sequence_parallel", "sp"),
+    "overlap": ("overlap", "overlap_grad_reduce"),
+    "shard": ("distributed_optimizer", "dist_opt", "shard"),
+    "tp_overlap": ("tp_overlap", "tp_comm_overlap"),
+    "tflops": ("tflops_per_gpu", "tflops", "tflop_s_per_gpu"),
+    "tps": ("tps_per_gpu", "tokens_per_s_per_gpu", "tps"),
+    "mfu": ("mfu", "mfu_pct", "mfu_percent"),
+}
+#: Names of a column of seconds, or with "ms" of milliseconds.
+SECONDS = ("step_s", "step_time_s", "iteration_time_s", "iter_time_s", "s_per_iter", "s_per_step", "seconds")
+SECONDS = (*SECONDS, "step_time", "iteration_time", "iteration_s", "time_per_step_s", "sec_per_iter")
+MILLISECONDS = ("step_ms", "step_time_ms", "iteration_time_ms", "iter_time_ms", "ms_per_iter", "ms_per_step")
+#: First words of a column of seconds of one way to recompute, as ``full_recompute_s`` and ``selective_s``.
+WAYS = {"full": "full", "selective": "selective", "present": "selective", "no": "none", "none": "none"}
+RECOMPUTE = {"0": "none", "false": "none", "no": "none", "1": "full", "true": "full"}
+
+Cells = dict[str, str]
+
+
 def read(path: Path) -> list[Row]:
+    """Return the runs of a table. A row with seconds of several ways to recompute is a run for each."""
     with path.open() as file:
         plain = [
-            {key.strip(): (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)
+            {_plain(key): (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)
         ]
-    return [_megatron(row) if row.get("hidden") else _titan(row) for row in plain]
+    device = _device_in(path.stem)
+    rows: list[Row] = []
+    for cells in plain:
+        if _has(cells, "hidden"):
+            rows += (_megatron(one, device) for one in _ways(cells, path))
+        else:
+            rows.append(_titan(cells, path))
+    return rows
 
 
-def _number(row: dict[str, str], *names: str, usual: float | None = None) -> float:
-    for name in names:
-        if row.get(name, "").lower() not in EMPTY:
-            return float(row[name])
-    if usual is None:
-        raise SystemExit(f"a row has none of {', '.join(names)}: {row}")
-    return usual
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.strip().lower()).strip("_")
 
 
-def _megatron(row: dict[str, str]) -> Row:
+def _device_in(stem: str) -> str:
+    """Return the device that a file is named for, or A100."""
+    found = (find_kind(word) for word in re.split(r"[^A-Za-z0-9]+", stem) if not word.isdigit())
+    return next((kind.device.name for kind in found if kind), "A100")
+
+
+def _has(cells: Cells, what: str) -> bool:
+    return any(cells.get(name, "").lower() not in EMPTY for name in NAMES[what])
+
+
+def _text(cells: Cells, what: str, usual: str = "") -> str:
+    return next((cells[name] for name in NAMES[what] if cells.get(name, "").lower() not in EMPTY), usual)
+
+
+def _number(cells: Cells, what: str, usual: float) -> float:
+    text = _text(cells, what)
+    words = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
+    return words[text.lower()] if text.lower() in words else float(text.rstrip("%")) if text else usual
+
+
+def _ways(cells: Cells, path: Path) -> list[Cells]:
+    """Return the row once for every measurement in it, each with its ``recompute`` and seconds."""
+    _require(cells, path)
+    found = []
+    for name, value in cells.items():
+        first, *others = name.split("_")
+        if first in WAYS and others and others[-1] in ("s", "ms", "seconds") and value.lower() not in EMPTY:
+            unit = "step_ms" if others[-1] == "ms" else "step_s"
+            found.append({**cells, "recompute": WAYS[first], unit: value})
+    return found or [cells]
+
+
+def _require(cells: Cells, path: Path) -> None:
+    lacking = [what for what in ("layers", "hidden", "global_batch") if not _has(cells, what)]
+    if not _has(cells, "gpus") and not all(_has(cells, what) for what in "tpd"):
+        lacking.append("gpus (or t, p and d)")
+    timed = any(_has(cells, what) for what in ("tflops", "tps", "mfu")) or set(cells) & {*SECONDS, *MILLISECONDS}
+    if not timed and not any(name.split("_")[0] in WAYS and name.endswith("s") for name in cells):
+        lacking.append("step_s (or step_ms, tflops_per_gpu, tps_per_gpu, mfu, full_recompute_s, selective_s)")
+    if lacking:
+        raise UnknownFormat(
+            f"{path}: no known format: it lacks the columns {', '.join(lacking)}; it has {', '.join(cells)}"
+        )
+
+
+def _megatron(cells: Cells, device: str) -> Row:
+    device = _text(cells, "device", device)
+    old = normalize_device_name(device).startswith(BEFORE_FLASH)
+    hidden = int(_number(cells, "hidden", 0))
     shape = Shape(
-        layers=int(_number(row, "layers")),
-        hidden=int(_number(row, "hidden")),
-        heads=int(_number(row, "heads", usual=_number(row, "hidden") / 128)),
-        sequence=int(_number(row, "seq", "sequence", usual=2048)),
-        vocabulary=int(_number(row, "vocab", "vocabulary", usual=51200)),
-        ffn=int(_number(row, "ffn", usual=0)),
+        layers=int(_number(cells, "layers", 0)),
+        hidden=hidden,
+        heads=int(_number(cells, "heads", hidden / 128)),
+        sequence=int(_number(cells, "seq", 2048 if old else 4096)),
+        vocabulary=int(_number(cells, "vocab", 51200 if old else 131072)),
+        ffn=int(_number(cells, "ffn", 0)),
+        flash=_number(cells, "flash", not old) > 0,
+        unpadded=UNPADDED if old and not _has(cells, "vocab") else 0,
     )
-    split, stage = int(_number(row, "t", "tp", usual=1)), int(_number(row, "p", "pp", usual=1))
-    gpus = int(_number(row, "gpus", usual=split * stage * _number(row, "d", "dp", usual=1)))
-    replicate = int(_number(row, "d", "dp", usual=gpus // (split * stage)))
-    batch = int(_number(row, "global_batch", "batch"))
-    micro = _number(row, "micro_batch", usual=1)
-    recompute = row.get("recompute", "").lower()
+    split, stage = int(_number(cells, "t", 1)), int(_number(cells, "p", 1))
+    gpus = int(_number(cells, "gpus", split * stage * _number(cells, "d", 1)))
+    replicate = int(_number(cells, "d", gpus // (split * stage)))
+    batch = int(_number(cells, "global_batch", 1))
+    micro = _number(cells, "micro_batch", 1)
+    recompute = cells.get("recompute", "").lower()
+    recompute = RECOMPUTE.get(recompute, recompute) or ("none" if shape.flash else "")
     return Row(
-        *(shape, row.get("device") or row.get("gpu") or "A100", gpus, replicate, stage, split, batch),
+        *(shape, device, gpus, replicate, stage, split, batch),
         micro_batches=max(1, round(batch / replicate / micro)),
-        chunks=int(_number(row, "virtual_stages", "v", usual=1)),
-        recompute={"0": "none", "false": "none", "no": "none", "1": "full", "true": "full"}.get(recompute, recompute),
-        seconds=_gpt_seconds(row, shape, gpus, batch, recompute),
-        memory=_number(row, "mem_GiB", usual=0) * GIB,
-        name=row.get("model", "") if row.get("model") else "",
+        chunks=int(_number(cells, "virtual_stages", 1)),
+        recompute=recompute,
+        seconds=_gpt_seconds(cells, shape, gpus, batch, recompute, device),
+        memory=float(cells.get("mem_gib") or 0) * GIB,
+        name=cells.get("model", ""),
+        shard=int(_number(cells, "shard", shape.flash) > 0),
+        options=_options(cells, recompute),
+        open_micro=not _has(cells, "micro_batch"),
+        open_chunks=not _has(cells, "virtual_stages") and shape.flash and stage > 1,
     )
 
 
-def _gpt_seconds(row: dict[str, str], shape: Shape, gpus: int, batch: int, recompute: str) -> float:
-    """From TFLOP/s by the formula they are published with: 72 B s l h^2 (...), 96 where everything is recomputed."""
-    if row.get("step_ms"):
-        return _number(row, "step_ms") / 1e3
-    if row.get("step_s"):
-        return _number(row, "step_s")
-    if row.get("tps_per_gpu"):
-        return batch * shape.sequence / gpus / _number(row, "tps_per_gpu")
+def _options(cells: Cells, recompute: str) -> RunOptions:
+    """Return what the row says of its system. Selective recompute and sequence parallelism came together."""
+    split = (
+        _number(cells, "sequence_split", 1) > 0 if _has(cells, "sequence_split") or recompute == "selective" else None
+    )
+    overlap = _number(cells, "overlap", 0) if _has(cells, "overlap") else None
+    hides = None if not _has(cells, "tp_overlap") or _number(cells, "tp_overlap", 0) > 0 else 0.0
+    return RunOptions(sequence_split=split, overlap=overlap, hides_split=hides)
+
+
+def _gpt_seconds(cells: Cells, shape: Shape, gpus: int, batch: int, recompute: str, device: str) -> float:
+    """Return a step's seconds; those of TFLOP/s by the formula they are published with (Narayanan et al. 2021)."""
+    for names, unit in ((MILLISECONDS, 1e-3), (SECONDS, 1.0)):
+        for name in names:
+            if cells.get(name, "").lower() not in EMPTY:
+                return float(cells[name]) * unit
+    if _has(cells, "tps"):
+        return batch * shape.sequence / gpus / _number(cells, "tps", 0)
     s, h = shape.sequence, shape.hidden
-    times = 72 if recompute in ("none", "selective") else 96
-    ends = shape.vocabulary / (16 * shape.layers * h)
-    work = times * batch * s * shape.layers * h**2 * (1 + s / (6 * h) + ends)
-    return work / gpus / (_number(row, "tflops_per_gpu") * 1e12)
+    passes = 4 if recompute in ("", "full") and not shape.flash else 3
+    ends = shape.vocabulary / (4 * passes * shape.layers * h)
+    work = 24 * passes * batch * s * shape.layers * h**2 * (1 + s / (6 * h) + ends)
+    if _has(cells, "tflops"):
+        return work / gpus / (_number(cells, "tflops", 0) * 1e12)
+    mfu = _number(cells, "mfu", 0)
+    return 3 * work / passes / gpus / (mfu / (100 if mfu > 1 else 1) * kind_named(device).device.peak_of("bfloat16"))
 
 
-def _titan(row: dict[str, str]) -> Row:
-    name, _, device = row.get("model", "").partition("-")
+def _titan(cells: Cells, path: Path) -> Row:
+    name, _, device = cells.get("model", "").partition("-")
     if name not in LLAMA:
-        raise SystemExit(f"a row has neither layers, hidden and heads nor one of the models {', '.join(LLAMA)}: {row}")
+        lacking = "layers, hidden, heads" if not name else f"a known 'model' ({', '.join(LLAMA)}) in place of '{name}'"
+        raise UnknownFormat(f"{path}: no known format: it lacks the columns {lacking}; it has {', '.join(cells)}")
+    lacking = [column for column in ("gpus", "local_batch", "tps_per_gpu", "seq") if column not in cells]
+    if lacking:
+        raise UnknownFormat(
+            f"{path}: no known format: it lacks the columns {', '.join(lacking)}; it has {', '.join(cells)}"
+        )
     layers, hidden, heads, ffn, kv = LLAMA[name]
-    sequence = int(_number(row, "seq"))
+    sequence = int(cells["seq"])
     shape = Shape(layers, hidden, heads, sequence, LLAMA_VOCABULARY, ffn, kv, llama=True, tied=False)
-    split, stage = int(_number(row, "tp", usual=1)), int(_number(row, "pp", usual=1))
-    gpus = int(_number(row, "gpus"))
-    replicate = int(_number(row, "fsdp", usual=gpus // (split * stage)))
-    local = int(_number(row, "local_batch"))
-    speed = _number(row, "tps_per_gpu")
-    interleaved = "interleaved" in row.get("schedule", "").lower()
+    split, stage, gpus = int(_number(cells, "t", 1)), int(_number(cells, "p", 1)), int(cells["gpus"])
+    replicate = int(cells.get("fsdp") or gpus // (split * stage))
+    local = int(cells["local_batch"])
+    interleaved = "interleaved" in cells.get("schedule", "").lower()
     return Row(
-        *(shape, row.get("device") or device or "H100", gpus, replicate, stage, split, local * replicate),
+        *(shape, _text(cells, "device", device or "H100"), gpus, replicate, stage, split, local * replicate),
         micro_batches=min(local, stage),  # what its pipeline takes where nothing is said
         chunks=2 if interleaved else 1,
-        recompute=_titan_recompute(row.get("ac", "")),
-        seconds=local * replicate * sequence / gpus / speed,
-        memory=_number(row, "mem_GiB", usual=0) * GIB,
+        recompute=_titan_recompute(cells.get("ac", "")),
+        seconds=local * replicate * sequence / gpus / float(cells["tps_per_gpu"]),
+        memory=float(cells.get("mem_gib") or 0) * GIB,
         shard=1 if stage > 1 else 3,  # in a pipeline, parameters stay whole between the passes of a step
-        compiled=_number(row, "compile", usual=0) > 0,
-        float8=_number(row, "float8", usual=0) > 0,
-        async_split=_number(row, "async_tp", usual=0) > 0,
-        loss_compiled=row.get("source") == "trainy",  # runs of a later version, which compiles the loss, too
+        compiled=_flag(cells, "compile"),
+        float8=_flag(cells, "float8"),
+        async_split=_flag(cells, "async_tp"),
+        loss_compiled=cells.get("source") == "trainy",  # runs of a later version, which compiles the loss, too
         name=name,
     )
+
+
+def _flag(cells: Cells, name: str) -> bool:
+    return cells.get(name, "").lower() not in EMPTY | {"0", "false", "no"}
 
 
 def _titan_recompute(written: str) -> str:

@@ -1,195 +1,177 @@
-"""Published systems and the machines they ran on, as the planner sees them; and what it foretells of a run.
+"""Predictions of published runs: each row's model, machines, plan and system in the product's own terms.
 
-Machines are the catalogue's, with CONSTANTS that say how much of their nominal figures these systems reach.
+What is fitted are figures of the product: a ``Calibration`` of the machines, and fields of a ``System``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from benchmarks.planner.fit_constants import FittedConstant
-from benchmarks.planner.planner_truth_models import Kernels, Published, Shape
+from benchmarks.planner.planner_truth_models import PublishedModel, Shape
 from benchmarks.planner.planner_truth_rows import Row
 from echelon.plan.draft import Draft
-from echelon.planner.cluster.cluster import Cluster, Curve, Host
+from echelon.planner.cluster.calibration import CALIBRATED, Calibration
+from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cluster.device_catalog import kind_named
 from echelon.planner.cost.compute import UnitSeconds
+from echelon.planner.cost.known_systems import MEGATRON, MEGATRON_CORE, TORCHTITAN
 from echelon.planner.cost.predict import CostModel
 from echelon.planner.cost.system import System
 
 ON_HOST = 8
-RAILS = 8
-HALF_STREAM = 2e6  # bytes at which memory reaches half of its rate
-SELECTIVE = 0.17  # part of a layer that Megatron-LM runs again where only attention is recomputed
+OPEN_MICRO, OPEN_CHUNKS = (1, 2, 4), range(1, 9)  # values to try where a table does not say
+SELECTIVE = 0.17  # fraction of a layer that Megatron-LM runs again where only attention is recomputed
 
-#: Fitted constants, with their prior values; the latency and the launch are of a host that is busy.
+#: Constants of GPT rows, with their prior values: figures of Calibration, and of System.
 CONSTANTS = {
-    "product": FittedConstant(0.82, 0.08, "part of the peak that large products reach"),
+    "product": FittedConstant(1.0, 0.08, "part of the catalogue's rate that large products reach"),
     "half_product": FittedConstant(5e9, 0.7, "FLOPs of a product that reaches half of that"),
-    "stream": FittedConstant(0.63, 0.15, "part of the memory bandwidth that kernels reach"),
-    "pointwise": FittedConstant(
-        1.4, 0.3, "bytes that pointwise kernels between products move, for one counted as if fused"
+    "stream": FittedConstant(0.75, 0.1, "part of the memory bandwidth that kernels reach"),
+    "half_stream": FittedConstant(6e6, 0.7, "bytes of a kernel that reaches half of that"),
+    "pointwise": FittedConstant(0.9, 0.3, "bytes that pointwise kernels move, for one of the plain model"),
+    "residual": FittedConstant(
+        0.6, 0.2, "the same in the residual stream, where bias, dropout and addition are joined"
     ),
-    "launch": FittedConstant(7e-5, 0.7, "seconds to start a kernel"),
+    "launch": FittedConstant(5e-5, 0.7, "seconds to start a kernel"),
     "bus": FittedConstant(0.75, 0.15, "part of the link inside a host that collectives reach"),
-    "latency": FittedConstant(1e-4, 0.7, "seconds of one round of a collective inside a host"),
-    "network": FittedConstant(0.75, 0.3, "part of the network that collectives reach"),
+    "latency": FittedConstant(2e-5, 0.7, "seconds of one round of a collective"),
+    "collective": FittedConstant(6e-5, 0.5, "seconds of the host to start a collective inside a layer"),
+    "network": FittedConstant(0.6, 0.4, "part of the network that collectives reach"),
     "micro": FittedConstant(5e-4, 0.7, "seconds of the host for each micro-batch"),
     "step": FittedConstant(1e-3, 0.7, "seconds of the host for each step"),
     "update": FittedConstant(0.7, 0.3, "part of the memory bandwidth that the update reaches"),
-    "whole_head": FittedConstant(1.5, 0.4, "how much longer products of a head take that is not split"),
+    "unaligned": FittedConstant(3.0, 0.3, "how much longer products take whose sizes are no multiples of 8"),
 }
 
-#: The same for torchtitan on H100 and H200, beside latency, launch and half_product above.
+#: The same for Llama rows on H100 and H200.
 TITAN_CONSTANTS = {
-    "product": FittedConstant(0.55, 0.2, "part of the 16-bit peak that large products reach"),
+    "product": FittedConstant(0.8, 0.15, "part of the catalogue's rate that large products reach"),
     "float8": FittedConstant(0.4, 0.2, "part of the 8-bit peak that they reach, casts included"),
-    "attention": FittedConstant(0.45, 0.2, "part of the peak that fused attention reaches"),
-    "stream": FittedConstant(0.7, 0.15, "part of the memory bandwidth that kernels reach"),
-    "eager": FittedConstant(1.5, 0.3, "passes over memory without compiling, for one counted"),
-    "compiled": FittedConstant(0.7, 0.3, "the same with compiling"),
-    "selective": FittedConstant(0.5, 0.3, "part of the forward that selective recompute runs again"),
-    "async_split": FittedConstant(0.35, 0.5, "part of the messages inside layers that async_tp hides"),
+    "attention": FittedConstant(0.75, 0.15, "part of the peak that fused attention reaches, all pairs counted"),
+    "pointwise": FittedConstant(1.0, 0.15, "bytes that pointwise kernels move, for one of the plain model"),
+    "compiled_pointwise": FittedConstant(0.4, 0.3, "the same with compiling, for one without"),
+    "hides_split": FittedConstant(0.4, 0.4, "part of the messages inside layers that async_tp hides"),
 }
 
-#: Constants fitted on a quarter of the vTrain rows (seed 0), for tables that nothing is fitted on.
+#: The same for GPT rows on H100 and later GPUs.
+CORE_CONSTANTS = {
+    "product": FittedConstant(0.95, 0.1, "part of the catalogue's rate that large products reach"),
+    "attention": FittedConstant(0.75, 0.15, "part of the peak that fused attention reaches, all pairs counted"),
+    "hides_split": FittedConstant(0.5, 0.3, "part of the messages inside layers that is hidden"),
+    "step": FittedConstant(2e-2, 0.7, "seconds of the host for each step"),
+}
+
+#: Constants to fit, by system.
+FITTED = {"Megatron-LM": CONSTANTS, "Megatron-Core": CORE_CONSTANTS, "torchtitan": TITAN_CONSTANTS}
+
+
+@dataclass(frozen=True)
+class FittedFigures:
+    """A Calibration and a System with some figures replaced, by name."""
+
+    calibration: Calibration
+    system: System
+
+    def with_(self, given: Mapping[str, float]) -> FittedFigures:
+        return FittedFigures(_with(self.calibration, given), _with(self.system, given))
+
+    def value(self, name: str) -> float:
+        return float(getattr(self.calibration if hasattr(self.calibration, name) else self.system, name))
+
+
+def _with(owner: Any, given: Mapping[str, float]) -> Any:
+    known = {field.name for field in dataclasses.fields(owner)}
+    return dataclasses.replace(owner, **{name: value for name, value in given.items() if name in known})
+
+
+#: The figures that the product has for each system.
 FOUND = {
-    "product": 0.802,
-    "half_product": 8.09e9,
-    "stream": 0.616,
-    "pointwise": 1.16,
-    "launch": 7.15e-5,
-    "bus": 0.776,
-    "latency": 1.02e-4,
-    "network": 0.773,
-    "micro": 6.63e-4,
-    "step": 9.57e-4,
-    "update": 0.697,
-    "whole_head": 1.83,
+    system.name: FittedFigures(CALIBRATED[system.name], system) for system in (MEGATRON, MEGATRON_CORE, TORCHTITAN)
 }
-#: Constants fitted on every second torchtitan row.
-TITAN_FOUND = {
-    "product": 0.49,
-    "float8": 0.414,
-    "attention": 0.417,
-    "stream": 0.664,
-    "eager": 1.57,
-    "compiled": 0.743,
-    "selective": 0.675,
-    "async_split": 0.455,
-}
-
-MEGATRON = System(
-    "Megatron-LM",
-    amp_weights=2.0,
-    amp_gradients=2.0,
-    amp_master=4.0,
-    replays="repeated",
-    overlap=0.0,
-    runs_ahead="unit",
-)
-TORCHTITAN = System(
-    "torchtitan",
-    replays="repeated",
-    sequence_split=True,
-    reduced=4.0,
-    gathered=2.0,
-    prefetch=1.0,
-    overlap=1.0,
-    micro=2e-3,
-    step=5e-3,
-)
-
-
-def curve(top: float, half: float, first: int, last: int) -> Curve:
-    """x / (x + half) of ``top``, from 10^first to 10^last."""
-    sizes = [10 ** (quarter / 4) for quarter in range(4 * first, 4 * last + 1)]
-    return tuple((size, top * size / (size + half)) for size in sizes)
-
-
-def machine(name: str, gpus: int, constants: Mapping[str, float]) -> Cluster:
-    kind = kind_named(name)
-    scale = kind.device.peak_of("float16") / 312e12  # a faster device needs more work to be filled
-    device = dataclasses.replace(
-        kind.device,
-        products=curve(constants["product"], constants["half_product"] * scale, 6, 14),
-        streams=curve(constants["stream"], HALF_STREAM * scale, 3, 11),
-        launch=constants["launch"],
-        update=constants["update"],
-        attention=constants.get("attention", kind.device.attention),
-        products_by={"float8": curve(constants.get("float8", 0.4), constants["half_product"] * scale, 6, 14)},
-        cores=CORES.get(name, 108),
-    )
-    link = dataclasses.replace(
-        kind.link, bandwidth=kind.link.bandwidth * constants["bus"], latency=constants["latency"], tables={}
-    )
-    network = dataclasses.replace(
-        kind.network, bandwidth=kind.network.bandwidth * constants["network"], rails=RAILS, tables={}
-    )
-    here = min(ON_HOST, gpus)
-    return Cluster(((-(-gpus // here), Host((device,) * here, link)),), network, f"{gpus} x {name}")
-
-
-#: Multiprocessors, by the makers' data sheets.
-CORES = {"A100": 108, "A100-40": 108, "H100": 132, "H200": 132, "V100": 80, "V100-32": 80}
 
 
 class Foretelling:
-    """Predictions under one set of constants; what runs have in common is computed once."""
+    """Predictions under one set of figures; what runs have in common is computed once.
 
-    def __init__(self, constants: Mapping[str, float], titan: Mapping[str, float] | None = None) -> None:
-        self.constants = constants
-        self.titan = {**constants, **(titan or TITAN_FOUND)}
+    figures: figures by system, where they are not those of the product
+    """
+
+    def __init__(self, figures: Mapping[str, FittedFigures] = FOUND) -> None:
+        self.figures = {**FOUND, **figures}
         self._costs: dict[object, CostModel] = {}
-        self._units: dict[bool, dict[Hashable, UnitSeconds]] = {False: {}, True: {}}
+        self._units: dict[Hashable, dict[Hashable, UnitSeconds]] = {}
 
     def seconds(self, rows: Sequence[Row], simulate: bool = False) -> list[float]:
         full = needs_recompute(rows)
-        return [self.costs(row).predict(draft(row, full), simulate=simulate, memory=False).seconds for row in rows]
+        return [min(self._seconds(one, full, simulate) for one in completions(row)) for row in rows]
+
+    def _seconds(self, row: Row, full: set[Shape], simulate: bool) -> float:
+        return self.costs(row).predict(draft(row, full), simulate=simulate, memory=False).seconds
 
     def costs(self, row: Row) -> CostModel:
-        key = row.shape, row.device, row.gpus, row.float8, row.async_split, row.recompute, row.chunks > 1
+        key = row.shape, row.device, row.gpus, row.float8, row.async_split, row.recompute, row.chunks > 1, row.options
         if key not in self._costs:
-            system = self._titan(row) if row.shape.llama else self._megatron(row)
-            constants = self.titan if row.shape.llama else self.constants
-            costs = CostModel(
-                Published(row.shape, self._kernels(row)), machine(row.device, row.gpus, constants), system
-            )
-            costs.units.share(self._units[row.shape.llama])
+            figures = self.figures[system_of(row).name]
+            system = as_run(figures.system, row)
+            machines = figures.calibration.on(cluster(row.device, row.gpus))
+            costs = CostModel(published(row.shape), machines, system)
+            if not row.shape.llama:
+                costs.units.share(self._units.setdefault((row.device, system.name), {}))
             self._costs[key] = costs
         return self._costs[key]
 
-    def _megatron(self, row: Row) -> System:
-        given = self.constants
-        return dataclasses.replace(
-            MEGATRON,
-            pointwise=given["pointwise"],
-            micro=given["micro"],
-            step=given["step"],
-            scatters_edges=row.chunks > 1,
-            replayed=SELECTIVE if row.recompute == "selective" else 1.0,
-        )
 
-    def _titan(self, row: Row) -> System:
-        given = self.titan
-        return dataclasses.replace(
-            TORCHTITAN,
-            pointwise=given["eager"],
-            compiled_pointwise=given["compiled"] / given["eager"],
-            replayed=given["selective"] if row.recompute == "selective" else 1.0,
-            hides_split=given["async_split"] if row.async_split else 0.0,
-        )
+published = functools.cache(PublishedModel)
 
-    def _kernels(self, row: Row) -> Kernels:
-        if row.shape.llama:
-            return Kernels(dtype="float8" if row.float8 else "bfloat16")
-        along = row.recompute == "selective"  # both came to Megatron-LM together
-        return Kernels(whole_head=self.constants["whole_head"], along=along)
+
+def completions(row: Row) -> Iterator[Row]:
+    """Yield the row with each value of what its table does not say; a run is taken as the quickest of them."""
+    each = row.batch // row.replicate
+    micros = {max(1, each // size) for size in OPEN_MICRO} if row.open_micro else {row.micro_batches}
+    chunks = [count for count in OPEN_CHUNKS if row.shape.layers % (row.stage * count) == 0] if row.open_chunks else []
+    for count in sorted(micros):
+        for chunk in chunks or [row.chunks]:
+            if chunk == 1 or count % row.stage == 0:
+                yield dataclasses.replace(row, micro_batches=count, chunks=chunk)
+
+
+def cluster(device: str, gpus: int) -> Cluster:
+    hosts = -(-gpus // ON_HOST)
+    return Cluster.parse(f"{hosts}x{min(ON_HOST, gpus)}x{kind_named(device).device.name}", bench=False)
+
+
+def system_of(row: Row) -> System:
+    return TORCHTITAN if row.shape.llama else MEGATRON_CORE if row.shape.flash else MEGATRON
+
+
+def as_run(system: System, row: Row) -> System:
+    """Return the system with what the row says of it."""
+    if row.shape.llama:
+        return dataclasses.replace(
+            system,
+            replayed_kinds={"product": 0.5, "attention": 0.0} if row.recompute == "selective" else {},
+            hides_split=system.hides_split if row.async_split else 0.0,
+            product_dtype="float8" if row.float8 else None,
+        )
+    selective = row.recompute == "selective"
+    said = {name: getattr(row.options, name) for name in ("sequence_split", "overlap", "hides_split")}
+    return dataclasses.replace(
+        system,
+        replayed=(0.0 if row.shape.flash else SELECTIVE) if selective else 1.0,
+        scatters_edges=row.chunks > 1,
+        **{name: value for name, value in said.items() if value is not None},
+    )
 
 
 def draft(row: Row, full: set[Shape]) -> Draft:
-    """``full``: models that are recomputed where the table does not say."""
+    """Return the plan of a row; ``full``: models that are recomputed where the table does not say."""
     stages = row.stage * row.chunks
     recompute = row.recompute or ("full" if row.shape in full else "none")
     return Draft(
@@ -203,9 +185,17 @@ def draft(row: Row, full: set[Shape]) -> Draft:
         schedule=None if stages == 1 else "interleaved" if row.chunks > 1 else "1f1b",
         recompute=(recompute != "none",) * stages,
         shard=row.shard if row.replicate > 1 else 0,
-        amp="bf16" if row.shape.llama else "fp16",
+        order=() if row.shape.llama else stages_outermost(row),
         compile=row.compiled,
     )
+
+
+def stages_outermost(row: Row) -> tuple[int, ...]:
+    """Return Megatron's order of ranks: those of a split are neighbours, then replicas, then stages."""
+    if row.stage == 1 or row.replicate == 1 or row.gpus <= ON_HOST:
+        return ()
+    ranks = np.arange(row.gpus).reshape(row.stage, row.replicate, row.split)
+    return tuple(ranks.transpose(1, 0, 2).ravel().tolist())
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
@@ -215,14 +205,14 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def needs_recompute(rows: Sequence[Row]) -> set[Shape]:
-    """Models of which some run would not fit without: a study has one setting for all runs of a model."""
-    return {row.shape for row in rows if not row.recompute and held_without(row) > kind_named(row.device).device.memory}
+    """Return models of which some run would not fit without: a study has one setting for all runs of a model."""
+    unsaid = [row for row in rows if not row.recompute]
+    return {row.shape for row in unsaid if held_without(row) > kind_named(row.device).device.memory}
 
 
 def held_without(row: Row) -> float:
-    """Bytes of the first stage without recompute: 16 for each parameter, activations of all that is in flight."""
-    anatomy = Published(row.shape, Kernels())
-    layer = anatomy.sheet(max(1, round(row.micro_batch)), row.split).units[1]
+    """Return bytes of the first stage without recompute: 16 per parameter, activations of all that is in flight."""
+    layer = published(row.shape).sheet(max(1, round(row.micro_batch)), row.split).units[1]
     mine = -(-row.shape.layers // row.stage)
     in_flight = min(row.micro_batches, row.stage)
     return (

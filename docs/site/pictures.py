@@ -74,33 +74,55 @@ def mesh() -> str:
     return drawing(720, 256, "A mesh of eight ranks", parts)
 
 
+#: Each line of ``Engine.step``: what it does, and the functions that do it, from the engine down.
 STEP = [
-    ("batch", "this rank's share"),
-    ("forward", "16 bits, recompute"),
-    ("loss", "global mean"),
-    ("backward", "buckets leave"),
-    ("clip", "one norm for all"),
-    ("update", "optimizer, schedule"),
+    ("prepare", "this rank's batch", ["Engine._prepare", "LoaderFactory.rows", "BatchChecks.compare"]),
+    (
+        "forward, backward",
+        "buckets leave meanwhile",
+        [
+            "Engine._forward_backward",
+            "ForwardBackward.run",
+            "FastPath.run",
+            "Objective.__call__",
+            "PipelineRunner.train",
+        ],
+    ),
+    (
+        "reduce",
+        "sums over ranks",
+        ["Engine._reduce", "ForwardBackward.reduce", "Gradients.after_backward", "Reducer.finish"],
+    ),
+    (
+        "update",
+        "clip, optimizer, schedule",
+        ["Engine._update", "OptimizerUpdate.weights", "Shards.after_step", "ServerBackend.push", "OptimizerUpdate.end"],
+    ),
+    (
+        "observe",
+        "metrics, checkpoints",
+        ["Engine._observe", "TraceSession.after", "MetricsLogger.step", "CheckpointManager.save"],
+    ),
 ]
 
 
 def step() -> str:
     parts = []
-    for i, (name, about) in enumerate(STEP):
-        x = 12 + 134 * i
-        parts.append(f'<rect class="box" x="{x}" y="20" width="112" height="52" rx="6"/>')
-        parts.append(f'<text class="mid" x="{x + 56}" y="42">{name}</text>')
-        parts.append(f'<text class="soft mid" x="{x + 56}" y="60">{about}</text>')
+    for i, (name, about, functions) in enumerate(STEP):
+        x, middle = 12 + 190 * i, 97 + 190 * i
+        parts.append(f'<rect class="box" x="{x}" y="20" width="170" height="52" rx="6"/>')
+        parts.append(f'<text class="mid" x="{middle}" y="42">{name}</text>')
+        parts.append(f'<text class="soft mid" x="{middle}" y="60">{about}</text>')
+        for row, function in enumerate(functions):
+            parts.append(f'<text class="soft mid" x="{middle}" y="{94 + 17 * row}">{function}</text>')
         if i:
-            parts.append(f'<path class="way" d="M{x - 22},46 h20"/>')
-    parts.append('<path class="way" d="M470,72 v26 h104 v-22"/>')
-    parts.append('<text class="soft mid" x="522" y="114">sums over ranks, bucket by bucket</text>')
-    return drawing(816, 124, "The way of a step", parts)
+            parts.append(f'<path class="way" d="M{x - 20},46 h18"/>')
+    return drawing(964, 178, "Engine.step, line by line", parts)
 
 
 def seam() -> str:
     left = ["your marks", "your strategy", "the planner", "a file"]
-    right = ["assembly", "pipeline, split, shard", "reducer", "checkpoints"]
+    right = ["parallelize", "pipeline, split, shard", "reducer", "checkpoints"]
     parts = ['<rect class="box" x="285" y="50" width="150" height="80" rx="8"/>']
     parts.append('<text class="mid" x="360" y="86">Plan</text>')
     parts.append('<text class="soft mid" x="360" y="106">frozen, JSON, hashed</text>')

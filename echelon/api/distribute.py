@@ -18,15 +18,17 @@ from echelon.base.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
 from echelon.base.errors import UsageError, nearest
 from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.distributed import world as worlds
-from echelon.distributed.process_groups import ProcessGroups
 from echelon.distributed.world import World
+from echelon.engine.deferred_engine import DeferredEngine
 from echelon.engine.elastic import Elastic, fit_to_ranks, rule_in_force
-from echelon.engine.engine import Engine
+from echelon.engine.engine import Engine, begin
 from echelon.engine.lr_schedules import AnyScheduler, listed
+from echelon.engine.planned_run import PlannedRun
 from echelon.engine.preconditions import check_model, check_optimizers
+from echelon.engine.run_context import RunContext
+from echelon.engine.server_backend import NoServers, ServerBackend
 from echelon.engine.wrapped_models import unwrap
-from echelon.fastpath.inspect import choose_fast_path, requested_fast_path
-from echelon.fastpath.policy import OFF
+from echelon.fastpath.inspect import choose_fast_path
 from echelon.nn import SparseEmbedding
 from echelon.observability.metrics import Log
 from echelon.observability.runlog.run_description import strategy_settings
@@ -36,14 +38,13 @@ from echelon.parallel.objective import LossFunction, as_batch
 from echelon.plan import Plan, make_plan
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.auto import AutoPlanner, find_saved, origin_of, refuse_settings_beside_plan
-from echelon.planner.apply.trial import find_trial
+from echelon.planner.apply.trial import Trial, find_trial
 from echelon.strategy import Auto, ParameterServer, Strategy
 from echelon.strategy.annotations.annotate import ModelMarks, collect
 from echelon.strategy.annotations.slices import Slices
 from echelon.strategy.annotations.slices import current as current_cluster
 
 if TYPE_CHECKING:
-    from echelon.parameter_server.worker.session import ParameterServerSession
     from echelon.tools.verify.observer import VerifyObserver
 
 
@@ -108,45 +109,42 @@ def distribute(
     check_model(model)
     model.to(world.device)
     make_local(model)
-    witness, trial = _witness(model, strategy), find_trial()
+    observer, trial = _observer(model, strategy), find_trial()
     optimizers, asked = name_optimizers(optimizer), strategy or Strategy()
     check_optimizers(optimizers)
-    served = _served(model, asked, optimizers, world)
-    world = _world_of(served, world)
+    backend = _backend(model, asked, optimizers, world)
+    world = _world_of(backend, world)
     terms = DistributeArgs(asked, collect(model), plan, cluster, elastic)
-    terms = terms if witness is None else witness.terms(terms)
-    settled = _settle(terms, world, model, loss, optimizers, served, found=trial is not None)
-    if trial is not None or witness is not None:  # trials and verification write no checkpoints and no logs
+    terms = terms if observer is None else observer.terms(terms)
+    resolved = _resolve(terms, world, model, loss, optimizers, backend, found=trial is not None)
+    if trial is not None or observer is not None:  # trials and verification write no checkpoints and no logs
         checkpoint, log = None, Log(console=False)
-    choosing = _choosing(settled, world, model, loss, optimizers)
-    engine = Engine(
+    run = RunContext(
         world=world,
-        groups=ProcessGroups(world.backend),
         model=model,
         loss=loss,
         optimizers=optimizers,
         schedulers=listed(scheduler),
-        plan=settled.plan,
-        marks=settled.marks,
         checkpoint=checkpoint,
         log=log or Log(),
-        served=served,
-        choosing=choosing,
-        elastic=settled.rule,
+        backend=backend,
+        elastic=resolved.rule,
+        make_engine=Engine if observer is None else observer.make_engine,
         trial=trial,
     )
-    engine.record.settings(strategy_settings(settled.strategy))
+    run.record.settings(strategy_settings(resolved.strategy))
     report(world)
-    for line in filter(None, (unwrapped, settled.reshaped)):
-        engine.say(line)
+    for line in filter(None, (unwrapped, resolved.reshaped)):
+        run.say(line)
     batch = None if sample is None else as_batch((sample,), {}, world.device)
-    _begin(engine, choosing, settled, terms.plan, batch)
+    engine = _engine(run, resolved, terms.plan, batch, DeferredEngine if observer is None else observer.defer)
     engine.resume()
-    if served is not None:
-        served.begin()
-    if trial is None and (checkpoint is not None or _copies(served)):
-        engine.heed_signals()
-    return engine if witness is None else witness.attend(engine)
+    backend.begin()
+    if trial is None and (checkpoint is not None or _copies(backend)):
+        run.preemption.install()
+    if observer is not None:
+        observer.attend(engine)
+    return engine
 
 
 _OPTIONS = tuple(name for name in distribute.__annotations__ if name not in ("given", "unknown", "return"))
@@ -170,13 +168,13 @@ class ResolvedConfig:
     reshaped: str | None
 
 
-def _settle(
+def _resolve(
     terms: DistributeArgs,
     world: World,
     model: nn.Module,
     loss: LossFunction | None,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    served: ParameterServerSession | None,
+    backend: ServerBackend,
     found: bool,
 ) -> ResolvedConfig:
     """Resolve strategy, marks and plan for the current world size.
@@ -184,43 +182,45 @@ def _settle(
     found: True if this process times a candidate of ``auto``
     """
     asked, marks = terms.strategy, terms.marks
-    saved, here = find_saved(terms.plan), world.place.local_world_size
+    saved, here = find_saved(terms.plan), world.ranks_per_host
     found = found or saved is not None or bool(asked.auto)
     if found:
-        refuse_settings_beside_plan(asked, marks, terms.cluster, served is not None, planned=saved is not None)
-    rule = rule_in_force(terms.elastic, by_servers=served is not None and served.dense)
-    marks, slices, reshaped = fit_to_ranks(rule, marks, terms.cluster or current_cluster(), world.size, here)
-    plan = make_plan(model, optimizers, asked, world.size, here, marks, slices)
+        refuse_settings_beside_plan(asked, marks, terms.cluster, backend.pushes, planned=saved is not None)
+    rule = rule_in_force(terms.elastic, by_servers=backend.dense)
+    marks, slices, reshaped = fit_to_ranks(rule, marks, terms.cluster or current_cluster(), world.mesh_size, here)
+    plan = make_plan(model, optimizers, asked, world.mesh_size, here, marks, slices)
     if not found:  # a plan that was found already includes its fast path
-        plan = choose_fast_path(plan, asked, world, model, optimizers, served is not None, loss)
+        plan = choose_fast_path(plan, asked, world, model, optimizers, backend.pushes, loss)
     return ResolvedConfig(asked, marks, plan, saved, rule, reshaped)
 
 
-def _choosing(
-    settled: ResolvedConfig,
-    world: World,
-    model: nn.Module,
-    loss: LossFunction | None,
-    optimizers: Mapping[str, torch.optim.Optimizer],
-) -> AutoPlanner:
-    auto = _described(settled.strategy.part(Auto), settled.rule, world.size)
-    return AutoPlanner(auto, world, model, loss, optimizers, requested_fast_path(settled.strategy) is not OFF)
+def _engine(
+    run: RunContext, resolved: ResolvedConfig, given: Any, batch: Any, defer: Callable[..., DeferredEngine]
+) -> Engine:
+    """Return the engine; a deferred one if a pipeline or ``auto`` waits for a batch that is not there yet.
 
-
-def _begin(engine: Engine, choosing: AutoPlanner, settled: ResolvedConfig, given: Any, batch: Any) -> None:
-    """Start the engine with its plan; with ``auto`` and no batch, the engine starts when the first batch arrives."""
-    if engine.trial is not None:
-        choosing.run(engine, engine.trial.candidate, batch)
-    elif settled.saved is not None:
-        choosing.run(engine, settled.saved, batch, origin_of(given))
-    elif settled.strategy.auto is None:
-        engine.begin(_checked(given, settled.plan) if isinstance(given, Plan) else settled.plan, settled.marks, batch)
-        _say_what_is_idle(engine, settled.strategy)
+    given: plan that ``distribute`` was given
+    defer: creates the deferred engine
+    """
+    auto = _described(resolved.strategy.part(Auto), resolved.rule, run.world.size)
+    planner = AutoPlanner(auto, run.world, run.model, run.loss, run.optimizers, run.say, resolved.strategy)
+    if isinstance(run.trial, Trial):
+        planned = PlannedRun(run, *planner.realized(run.trial.candidate))
+    elif resolved.saved is not None:
+        planned = PlannedRun(run, *planner.realized(resolved.saved, origin_of(given)))
+    elif resolved.strategy.auto is None:
+        plan = _checked(given, resolved.plan) if isinstance(given, Plan) else resolved.plan
+        planned = PlannedRun(run, plan, resolved.marks)
     elif batch is not None:
-        choosing.by_sample(engine, batch)
+        planned = PlannedRun(run, *planner.by_sample(batch))
+    else:
+        return defer(run, resolved.plan, finder=planner)
+    engine = begin(planned, batch)
+    _say_what_is_idle(run, resolved.strategy, planned.plan)
+    return defer(run, planned.plan, planned=planned) if engine is None else engine
 
 
-def _witness(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | None:
+def _observer(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | None:
     """Return the observer if ``echelon verify`` has started this process, else None."""
     if VERIFY not in os.environ:
         return None
@@ -241,23 +241,23 @@ def _described(auto: Auto | None, rule: Elastic | None, ranks: int) -> Auto | No
     return auto if Cluster.parse(auto.cluster).size == ranks else dataclasses.replace(auto, cluster=None)
 
 
-def _copies(served: ParameterServerSession | None) -> bool:
+def _copies(backend: ServerBackend) -> bool:
     """Return True if launchers hold in-memory snapshots of the ranks; servers keep the state of their own workers."""
-    return whole_number(os.environ, COPIES, 0) > 0 and not (served is not None and served.dense)
+    return whole_number(os.environ, COPIES, 0) > 0 and not backend.dense
 
 
-def _say_what_is_idle(engine: Engine, asked: Strategy) -> None:
-    if engine.world.size > 1 and asked.shard and engine.plan.shard is None:
-        engine.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
+def _say_what_is_idle(run: RunContext, asked: Strategy, plan: Plan) -> None:
+    if run.world.mesh_size > 1 and asked.shard and plan.shard is None:
+        run.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
 
 
-def _served(
+def _backend(
     model: nn.Module, strategy: Strategy, optimizers: Mapping[str, torch.optim.Optimizer], world: World
-) -> ParameterServerSession | None:
-    """Return the parameter-server session if the strategy, the job or a sparse table needs one, else None."""
+) -> ServerBackend:
+    """Return a parameter-server session if the strategy, the job or a sparse table needs one, else ``NoServers``."""
     asked = strategy.part(ParameterServer)
     if asked is None and world.role.role == "alone" and not _has_tables(model):
-        return None
+        return NoServers()
     if world.role.role == "alone" and world.size > 1:
         raise UsageError(
             f"this job has {world.size} processes and no parameter servers, which "
@@ -266,33 +266,29 @@ def _served(
         )
     from echelon.parameter_server.worker.session import ParameterServerSession
 
-    served = ParameterServerSession(asked or ParameterServer(), world.role, world.seed, model, world.device)
-    if served.dense and len(optimizers) > 1:
-        raise UsageError("servers step with one optimizer; give one, or ParameterServer(dense='allreduce')")
-    return served
+    session = ParameterServerSession(asked or ParameterServer(), world.role, world.seed, model, world.device)
+    if session.dense and len(optimizers) > 1:
+        raise UsageError("parameter servers run one optimizer; give one, or ParameterServer(dense='allreduce')")
+    return session
 
 
 def _has_tables(model: nn.Module) -> bool:
     return any(isinstance(module, SparseEmbedding) for module in model.modules())
 
 
-def _world_of(served: ParameterServerSession | None, world: World) -> World:
+def _world_of(backend: ServerBackend, world: World) -> World:
     """Return the world that this process trains in.
 
-    Workers whose dense parameters live on servers have a world size of 1. Other workers of a job with servers form one
-    process group.
+    Workers whose dense parameters are all-reduced form one process group; others are connected through servers only.
     """
-    if served is None or not served.remote:
-        return world
-    if served.dense:
-        alone = dataclasses.replace(world.place, rank=0, world_size=1, local_rank=0, local_world_size=1)
-        return dataclasses.replace(world, place=alone)
-    return worlds.bind()
+    if backend.dense:
+        return world.without_collectives()
+    return worlds.bind() if world.role.endpoints else world
 
 
 def _checked(given: Plan, made: Plan) -> Plan:
     if given.ranks != made.ranks:
         raise UsageError(f"the plan is for {given.ranks} ranks, this job has {made.ranks}; start it with that many")
     if given.model != made.model:
-        raise UsageError("the plan was made for another model; make it anew")
+        raise UsageError("the plan was made for another model; make a new one")
     return given

@@ -329,7 +329,7 @@ def _unpacked(told: bytes) -> _RankOutcome:
     try:
         return _RankOutcome(*pickle.loads(told))  # the data comes from our own child process
     except Exception as error:
-        what = f"what it returned cannot be put together again here ({type(error).__name__}: {error})"
+        what = f"its result cannot be unpickled here ({type(error).__name__}: {error})"
         return _RankOutcome(error=f"{what}; return numbers, dicts or tensors on the CPU", time=time.time())
 
 
@@ -359,4 +359,4 @@ def _raise_first(ranks: list[_LaunchedRank]) -> None:
     assert first.ended is not None
     said = first.printed.decode(errors="replace").rstrip()
     told = f"rank {first.number} of {len(ranks)} failed: {first.ended.error}"
-    raise LaunchError(f"{told}\nwhat it had printed:\n{said}" if said else told)
+    raise LaunchError(f"{told}\nits output:\n{said}" if said else told)

@@ -41,7 +41,7 @@ def serve_store(address: str, port: int, token: bytes | None, timeout: timedelta
     store = _store_at(LOOPBACK, inner, timeout)
     gate = AuthProxy(listener, behind, token)
     with _changing:
-        _served[address, gate.door.port] = behind
+        _proxied[address, gate.door.port] = behind
     weakref.finalize(store, _forget, address, gate).atexit = False
     return store, gate.door.port
 
@@ -54,7 +54,7 @@ def local_store_endpoint(address: str, port: int, token: bytes | None) -> tuple[
     if token is None:
         return address, port
     with _changing:
-        if (behind := _served.get((address, port))) is not None:
+        if (behind := _proxied.get((address, port))) is not None:
             return LOOPBACK, behind
         if (known := _tunnels.get((address, port))) is None:
             _try(address, port, token)
@@ -107,7 +107,7 @@ class AuthTunnel:
 
 
 #: Stores that this process serves, by the endpoint that others use; and the tunnels to stores of other processes.
-_served: dict[tuple[str, int], int] = {}
+_proxied: dict[tuple[str, int], int] = {}
 _tunnels: dict[tuple[str, int], AuthTunnel] = {}
 _changing = threading.Lock()
 
@@ -120,7 +120,7 @@ def _store_at(address: str, listener: socket.socket, timeout: timedelta) -> TCPS
 
 
 def _forget(address: str, gate: AuthProxy) -> None:
-    _served.pop((address, gate.door.port), None)  # no lock: a finalizer may run at any moment, in any thread
+    _proxied.pop((address, gate.door.port), None)  # no lock: a finalizer may run at any moment, in any thread
     gate.door.close()
 
 
@@ -162,8 +162,8 @@ def _try(address: str, port: int, token: bytes) -> None:
                 f"the job at {where} does not know this secret; {TOKEN} must be the same on every host"
             ) from None
         raise PeerLost(
-            f"what answers at {where} does not ask for a secret as a launcher does: {stranger}; give every host the "
-            f"same {TOKEN}, and either all or none of them {PS_CERT} and {PS_CA}"
+            f"the program at {where} does not authenticate as a launcher does: {stranger}; give every host the same "
+            f"{TOKEN}, and set {PS_CERT} and {PS_CA} on all hosts or on none"
         ) from None
     except OSError as error:
         raise PeerLost(f"the launcher at {where} cannot be reached: {error.strerror or error}") from None

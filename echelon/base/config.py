@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, dataclass_transform
 
 from echelon.base.errors import UsageError, nearest
+from echelon.base.formatting import brief
 
 T = TypeVar("T")
 
@@ -43,8 +44,10 @@ def strict(cls: type[T]) -> type[T]:
 
 def _refuse_change(self: Any, name: str, value: Any) -> None:
     """Raise an error that shows the constructor call to write instead of the assignment."""
-    made = f"{type(self).__name__}({name}={_short(value)}, ...)"
-    raise FrozenOptionError(f"a {type(self).__name__} is not changed once it is made; give all options at once: {made}")
+    made = f"{type(self).__name__}({name}={brief(value, 100)}, ...)"
+    raise FrozenOptionError(
+        f"a {type(self).__name__} cannot be changed after it is made; give all options at once: {made}"
+    )
 
 
 class FrozenOptionError(UsageError, AttributeError):
@@ -65,7 +68,7 @@ def build(kind: type[T], plain: Any, path: str = "") -> T:
     """
     path = path or kind.__name__
     if not isinstance(plain, Mapping):
-        raise UsageError(f"{path}: expected options by name, got {_short(plain)}")
+        raise UsageError(f"{path}: expected options by name, got {brief(plain, 100)}")
     plain = _in_our_names(kind, plain, path)
     _check_names(kind, plain, path)
     values = {name: _typed(_hint(kind, name), value, f"{path}.{name}") for name, value in plain.items()}
@@ -132,7 +135,7 @@ def _check_names(kind: type[Any], given: Mapping[Any, Any], label: str) -> None:
 def _check_types(kind: type[Any], given: Mapping[str, Any], label: str) -> None:
     for name, value in given.items():
         if not fits(value, _hint(kind, name)):
-            raise UsageError(f"{label}({name}={_short(value)}): expected {describe(_hint(kind, name))}")
+            raise UsageError(f"{label}({name}={brief(value, 100)}): expected {describe(_hint(kind, name))}")
 
 
 def _hint(kind: Any, name: str) -> Any:
@@ -148,12 +151,6 @@ def _is_strict(kind: Any) -> bool:
 
 def _names(kind: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
-
-
-def _short(value: Any, limit: int = 100) -> str:
-    """Return ``repr(value)`` cut to one line of a message: a wrong value may be a whole file."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def fits(value: Any, kind: Any) -> bool:

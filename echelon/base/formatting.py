@@ -51,6 +51,12 @@ def percent(part: float, *, signed: bool = False) -> str:
     return f"{part:+.1%}" if abs(part) < 0.0995 else f"{part:+.0%}"
 
 
+def brief(value: object, limit: int = 60) -> str:
+    """Return ``repr(value)`` on one line of a message, cut: a wrong value may be a whole file."""
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def text_table(
     rows: Sequence[Sequence[str]], *, right: Container[int] = (), indent: int = 0, width: int | None = None
 ) -> list[str]:

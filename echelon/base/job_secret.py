@@ -37,7 +37,7 @@ def find_token(env: Mapping[str, str] | None = None) -> bytes | None:
     env = os.environ if env is None else env
     text, origin = env.get(TOKEN, ""), TOKEN
     if not text and (path := env.get(TOKEN_FILE, "")):
-        text, origin = _read(path), f"what {TOKEN_FILE}={path} holds"
+        text, origin = _read(path), f"the secret in {TOKEN_FILE}={path}"
     if not text:
         return None
     if not text.isascii() or not text.isprintable():  # parameter servers send it in a header
@@ -64,22 +64,22 @@ def callers_proof(token: bytes, channel: bytes = b"") -> Proof:
 
     channel:  fingerprint of the TLS certificate, equal at both ends, which binds the proof to this connection
     """
-    mine = secrets.token_bytes(_CHALLENGE)
-    theirs = yield GREETING + mine, _CHALLENGE
+    own = secrets.token_bytes(_CHALLENGE)
+    theirs = yield GREETING + own, _CHALLENGE
     answer = yield b"", _CHALLENGE
-    if not hmac.compare_digest(answer, _answer(token, b"called", mine, theirs, channel)):
+    if not hmac.compare_digest(answer, _answer(token, b"called", own, theirs, channel)):
         raise HandshakeError("it does not know the job's secret", knows_our_language=True)
-    yield _answer(token, b"caller", mine, theirs, channel), 0
+    yield _answer(token, b"caller", own, theirs, channel), 0
 
 
 def calleds_proof(token: bytes, channel: bytes = b"") -> Proof:
     greeting = yield b"", len(GREETING)
     if greeting != GREETING:
-        raise HandshakeError("it is no part of an Echelon job")
+        raise HandshakeError("it is not part of an Echelon job")
     theirs = yield b"", _CHALLENGE
-    mine = secrets.token_bytes(_CHALLENGE)
-    answer = yield mine + _answer(token, b"called", theirs, mine, channel), _CHALLENGE
-    if not hmac.compare_digest(answer, _answer(token, b"caller", theirs, mine, channel)):
+    own = secrets.token_bytes(_CHALLENGE)
+    answer = yield own + _answer(token, b"called", theirs, own, channel), _CHALLENGE
+    if not hmac.compare_digest(answer, _answer(token, b"caller", theirs, own, channel)):
         raise HandshakeError("it does not know the job's secret", knows_our_language=True)
 
 
@@ -121,6 +121,6 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         piece = connection.recv(count - len(found))
         if not piece:
-            raise HandshakeError("it hung up")
+            raise HandshakeError("it closed the connection")
         found += piece
     return found

@@ -180,7 +180,7 @@ def free_ports(address: str, count: int) -> list[int]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port closed a moment ago counts as free
             probe.bind((address, port))
             found.append(port)
-    raise EchelonError(f"{count} free ports were looked for at {address} between {LATER[0]} and {LATER[-1]}; free some")
+    raise EchelonError(f"{address} has no {count} free ports between {LATER[0]} and {LATER[-1]}; free some")
 
 
 def endpoint(address: str, port: int) -> str:

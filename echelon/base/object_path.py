@@ -6,12 +6,12 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from echelon.base.errors import EchelonError, UsageError, nearest
+from echelon.base.errors import EchelonError, UsageError, nearest, one_line
 
 
 def callable_at(place: str, option: str) -> Callable[..., Any]:
@@ -30,6 +30,18 @@ def object_at(place: str, option: str) -> Any:
     return found
 
 
+@contextlib.contextmanager
+def user_code(option: str, place: str, remedy: str = "") -> Iterator[None]:
+    """Turn errors of the user's code that ``place`` names into a UsageError; errors of Echelon stay as they are."""
+    try:
+        yield
+    except EchelonError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = one_line(error, sys.maxsize, typed=True)
+        raise UsageError(f"{option} '{place}' failed with {reason}{remedy}") from error
+
+
 def _none_there(place: str, option: str, source: str, module: ModuleType) -> UsageError:
     name = place.rpartition(":")[2]
     known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
@@ -40,13 +52,8 @@ def _object_at(place: str, option: str) -> tuple[Any, str, ModuleType]:
     source, _, name = place.rpartition(":")
     if not source or not name:
         raise UsageError(f"{option} '{place}' names no callable; write package.module:callable or file.py:callable")
-    try:
+    with user_code(option, place):
         module = _from_file(Path(source), option) if source.endswith(".py") else _from_package(source, option)
-    except EchelonError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"{option} '{place}' failed with {reason}") from error
     return getattr(module, name, None), source, module
 
 

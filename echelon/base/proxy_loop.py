@@ -75,7 +75,7 @@ class ProxyConnection(asyncio.Protocol):
     async def _receive(self, count: int) -> bytes:
         while len(self._kept) < count:
             if self._ended:
-                raise HandshakeError("it hung up")
+                raise HandshakeError("it closed the connection")
             self._news.clear()
             await self._news.wait()
         found = bytes(self._kept[:count])

@@ -41,7 +41,7 @@ class Security:
             raise UsageError(f"TLS needs a certificate and its key; set both {PS_CERT} and {PS_KEY}")
         if self.client_authority is not None and self.certificate is None:
             raise UsageError(
-                f"client certificates are asked for ({PS_CLIENT_CA}), but the server has none itself; "
+                f"{PS_CLIENT_CA} requires client certificates, but the server has no certificate itself; "
                 f"set {PS_CERT} and {PS_KEY}"
             )
         if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):
@@ -75,7 +75,7 @@ class Security:
         if is_loopback(host) or self.token is not None or self.client_authority is not None:
             return
         raise UsageError(
-            f"a server on {host} can be reached from other hosts, but asks nobody who they are; "
+            f"a server on {host} can be reached from other hosts without authentication; "
             f"set {PS_TOKEN} everywhere, or {PS_CERT}, {PS_KEY} and {PS_CLIENT_CA}, or listen on 127.0.0.1"
         )
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Mapping
 from pathlib import Path
 
 from echelon.base.errors import UsageError
 from echelon.base.security import Security
 
 
-def server_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
+def server_tls_context() -> ssl.SSLContext | None:
     """Return the TLS context of an ``AuthProxy``; ``None``: no TLS."""
-    files = Security.from_environment(env)
+    files = Security.from_environment()
     if files.certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -28,9 +27,9 @@ def server_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext |
     return context
 
 
-def client_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext | None:
+def client_tls_context() -> ssl.SSLContext | None:
     """Return the TLS context of an ``AuthTunnel``; ``None``: no TLS."""
-    files = Security.from_environment(env)
+    files = Security.from_environment()
     if files.authority is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -41,9 +40,9 @@ def client_tls_context(env: Mapping[str, str] | None = None) -> ssl.SSLContext |
     return context
 
 
-def own_certificate_fingerprint(env: Mapping[str, str] | None = None) -> bytes:
+def own_certificate_fingerprint() -> bytes:
     """Return the fingerprint of the certificate that this process's ``AuthProxy`` presents; empty without TLS."""
-    path = Security.from_environment(env).certificate
+    path = Security.from_environment().certificate
     if path is None:
         return b""
     first, end, _ = path.read_text().partition(ssl.PEM_FOOTER)

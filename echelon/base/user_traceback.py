@@ -57,11 +57,11 @@ def format_error(error: BaseException, trace: TracebackType | None = None) -> st
     if isinstance(error, EchelonError):
         whole = "".join(traceback.format_exception(type(error), error, trace)) if is_full_wanted() else ""
         return f"{whole}echelon: {message_with_place(error)}\n"
-    told = traceback.TracebackException(type(error), error, trace)
+    shortened = traceback.TracebackException(type(error), error, trace)
     if not is_full_wanted():
-        _shorten(told, set())
+        _shorten(shortened, set())
     hint = _hint(error, trace)
-    return "".join(told.format()) + (f"echelon: {hint}\n" if hint else "")
+    return "".join(shortened.format()) + (f"echelon: {hint}\n" if hint else "")
 
 
 def place_of(error: BaseException | None) -> str:
@@ -154,13 +154,13 @@ class _Shortened(traceback.StackSummary):
         return f"  ... {frame_summary.name}\n"
 
 
-def _shorten(told: traceback.TracebackException, seen: set[int]) -> None:
+def _shorten(shortened: traceback.TracebackException, seen: set[int]) -> None:
     """Leave frames out of an error and of all errors that caused it."""
-    if id(told) in seen:
+    if id(shortened) in seen:
         return
-    seen.add(id(told))
-    told.stack = _Shortened(_without_ours(told.stack))
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+    seen.add(id(shortened))
+    shortened.stack = _Shortened(_without_ours(shortened.stack))
+    for other in (shortened.__cause__, shortened.__context__, *(shortened.exceptions or ())):
         if other is not None:
             _shorten(other, seen)
 
@@ -171,20 +171,20 @@ def _without_ours(frames: traceback.StackSummary) -> Iterator[traceback.FrameSum
     if not any(ours) or ours[-1]:
         yield from frames
         return
-    hidden, told = 0, False
+    hidden, is_explained = 0, False
     for frame, is_last in zip(frames, [*[False] * (len(frames) - 1), True], strict=True):
         if not is_last and (_is_echelons(frame.filename) or _is_torchs(frame.filename)):
             hidden += 1
             continue
         if hidden:
-            yield traceback.FrameSummary("", 0, _hidden(hidden, told), lookup_line=False)
-            hidden, told = 0, True
+            yield traceback.FrameSummary("", 0, _hidden(hidden, is_explained), lookup_line=False)
+            hidden, is_explained = 0, True
         yield frame
 
 
-def _hidden(count: int, told: bool) -> str:
+def _hidden(count: int, is_explained: bool) -> str:
     frames = things(count, "frame")
-    return f"{frames} of echelon and torch{'' if told else f' ({TRACEBACK}=1 shows them)'}"
+    return f"{frames} of echelon and torch{'' if is_explained else f' ({TRACEBACK}=1 shows them)'}"
 
 
 def _has_ours(error: BaseException, trace: TracebackType | None) -> bool:

@@ -45,14 +45,14 @@ class WaitNotice:
         self._remedy = remedy
         self._component = component
         self._say = say or print_wait
-        self._began, self._due, self._told = time.monotonic(), _after(), ""
+        self._began, self._due, self._announced = time.monotonic(), _after(), ""
 
     def look(self, awaited: str) -> None:
         """Print the line if it is due; ``awaited`` is '' if there is nothing to wait for."""
         waited = time.monotonic() - self._began
-        if not awaited or awaited == self._told or waited < self._due:
+        if not awaited or awaited == self._announced or waited < self._due:
             return
-        self._told, self._due = awaited, 2 * waited
+        self._announced, self._due = awaited, 2 * waited
         self._say(self._line(awaited, waited), awaited)
 
     @contextmanager
@@ -88,13 +88,13 @@ def print_wait(line: str, awaited: str) -> None:
     The launcher names each awaited process once, even if several of its processes wait for it. Only rank 0 has the
     launcher's console as its stderr: its line goes to the log alone, as on every other rank.
     """
-    told = f"echelon: {line}\n"
+    text = f"echelon: {line}\n"
     directory = os.environ.get(WAIT_LINES, "")
     log = getattr(getattr(sys.stderr, "buffer", None), "log", None) if os.path.isdir(directory) else None
     if log is not None:
-        log.write(told.encode())
+        log.write(text.encode())
     else:
-        sys.stderr.write(told)
+        sys.stderr.write(text)
         sys.stderr.flush()
     if os.path.isdir(directory):
         path = Path(directory, f"{os.getpid()}-{time.monotonic_ns()}.json")

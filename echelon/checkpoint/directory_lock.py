@@ -59,9 +59,8 @@ _held: dict[str, _HeldLock] = {}  # by directory: engines of one process share a
 class DirectoryLocks:
     """The directories that an engine writes into. All ranks call together; the rank that ``writes`` holds the locks."""
 
-    def __init__(self, group: dist.ProcessGroup | None, writes: bool) -> None:
-        self._group, self.writes = group, writes
-        self.say: Callable[[str], None] = lambda line: None
+    def __init__(self, group: dist.ProcessGroup | None, writes: bool, say: Callable[[str], None]) -> None:
+        self._group, self._writes, self._say = group, writes, say
         self._taken: set[Path] = set()
 
     def __bool__(self) -> bool:
@@ -72,7 +71,7 @@ class DirectoryLocks:
         if directory in self._taken:
             return
         restarted = os.environ.get(RESTART_COUNT, "0") != "0"
-        refused = claim(directory, restarted, self.say) if self.writes else None
+        refused = claim(directory, restarted, self._say) if self._writes else None
         if self._group is not None:
             refused = next(filter(None, gather_json(refused, self._group)), None)
         if refused is not None:
@@ -80,7 +79,7 @@ class DirectoryLocks:
         self._taken.add(directory)
 
     def release(self) -> None:
-        for directory in self._taken if self.writes else ():
+        for directory in self._taken if self._writes else ():
             release(directory)
         self._taken.clear()
 
@@ -104,7 +103,10 @@ def claim(directory: Path, restarted: bool, say: Callable[[str], None]) -> str |
                 return _refusal(directory, holder, restarted and holder.host != here, say)
             time.sleep(_LOOK)
     except NoLocksError as error:
-        say(f"checkpoint: {directory} has no locks ({error}); a second job that writes there would not be noticed")
+        say(
+            f"checkpoint: {directory} does not support file locks ({error}); a second job that writes there is not "
+            "detected"
+        )
     except OSError:
         pass  # the first save reports what is wrong with the directory
     else:
@@ -114,7 +116,10 @@ def claim(directory: Path, restarted: bool, say: Callable[[str], None]) -> str |
 
 def _refusal(directory: Path, holder: LockHolder, is_own: bool, say: Callable[[str], None]) -> str | None:
     if is_own:
-        say(f"checkpoint: {holder}, of an earlier round of this job, still has {directory}; it is taken to be lost")
+        say(
+            f"checkpoint: {holder}, of an earlier round of this job, still holds the lock of {directory}; that "
+            "process counts as lost"
+        )
         return None
     return (
         f"{directory}: {holder} writes checkpoints there; end that job (in a notebook: engine.close()), or choose "

@@ -46,7 +46,9 @@ def dtype_named(name: str) -> torch.dtype | None:
 def refuse_unstorable(name: str, tensor: object) -> None:
     """Raise for anything but a dense tensor with values of a dtype that can be stored."""
     if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"'{name}' is a {type(tensor).__name__}, not a tensor; put it into the facts")
+        raise CheckpointError(
+            f"'{name}' is a {type(tensor).__name__}, not a tensor; store it with the metadata (facts=)"
+        )
     if tensor.dtype not in _BY_NAME.values() or tensor.layout != torch.strided:
         kind = name_of(tensor.dtype) if tensor.layout == torch.strided else f"{tensor.layout} tensor"
         raise CheckpointError(f"'{name}' is a {kind}, which cannot be stored; convert it to a dense one first")

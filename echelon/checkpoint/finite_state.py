@@ -48,9 +48,9 @@ class FiniteCheck:
     scaled:  True with a loss scale: accumulated gradients may overflow, because the step that applies them is skipped
     """
 
-    def __init__(self, holdings: LocalState, scaled: bool) -> None:
-        self._buffers = {name for name, _ in holdings.model.named_buffers()}
-        self._meant = spoiled_names(holdings.tensors())
+    def __init__(self, local_state: LocalState, scaled: bool) -> None:
+        self._buffers = {name for name, _ in local_state.model.named_buffers()}
+        self._meant = spoiled_names(local_state.tensors())
         self._scaled = scaled
 
     def find(self, tensors: State) -> NonFiniteTensor | None:

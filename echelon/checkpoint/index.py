@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from echelon.base.errors import CheckpointError, Damaged
+from echelon.base.formatting import brief
+from echelon.base.json_head import MalformedHeadError, parse_object
 from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.directory import INDEX
 from echelon.checkpoint.os_errors import cannot_read
@@ -98,7 +100,7 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
     content = _unseal(path, data)
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} is of format {_brief(content.get('format'))} version {_brief(content.get('version'))}, this "
+            f"{path} is of format {brief(content.get('format'))} version {brief(content.get('version'))}, this "
             f"Echelon reads {FORMAT} version {VERSION}; use the Echelon that wrote it, or another checkpoint"
         )
     try:
@@ -112,7 +114,7 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
 def plain_facts(facts: Any) -> dict[str, Any]:
     """Return ``facts`` if JSON preserves them exactly (except that a tuple becomes a list); raise otherwise."""
     if not isinstance(facts, dict):
-        raise CheckpointError(f"the facts of a checkpoint must be a dict, got {type(facts).__name__}")
+        raise CheckpointError(f"the metadata of a checkpoint (facts=) must be a dict, got {type(facts).__name__}")
     _check_plain(facts, "facts")
     return facts
 
@@ -126,12 +128,9 @@ def _unseal(path: Path, data: bytes) -> dict[str, Any]:
             f"copy {path.parent.name} again from where it came, or remove it and use an earlier checkpoint"
         )
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a usable index: it is not a JSON object; use another checkpoint")
-    return content
+        return parse_object(data)
+    except MalformedHeadError as error:
+        raise CheckpointError(f"{path} is not a usable index: it is {error}; use another checkpoint") from None
 
 
 def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
@@ -169,11 +168,11 @@ def _entry(name: str, value: Any) -> TensorEntry:
     fields = _as_object(value)
     dtype = dtypes.dtype_named(_text(fields, "dtype"))
     if dtype is None:
-        raise MalformedIndexError(f"dtype {_brief(fields['dtype'])} is unknown")
+        raise MalformedIndexError(f"dtype {brief(fields['dtype'])} is unknown")
     shape = _wholes(fields, "shape")
     chunks = tuple(_chunk(chunk, name, dtype, shape) for chunk in _list(fields, "chunks"))
     if len(shape) > _MOST_DIMENSIONS or dtypes.nbytes(dtype, [size or 1 for size in shape]) > _LARGEST:
-        raise MalformedIndexError(f"no tensor has the shape {_brief(shape)}")
+        raise MalformedIndexError(f"no tensor has the shape {brief(shape)}")
     return TensorEntry(dtype, shape, chunks)
 
 
@@ -191,16 +190,16 @@ def _check_filled(name: str, entry: TensorEntry) -> None:
     regions = [chunk.region for chunk in entry.chunks]
     for region, chunk in zip(regions, entry.chunks, strict=True):
         if not len(region.offsets) == len(region.sizes) == len(entry.shape):
-            raise MalformedIndexError(f"a piece of {_brief(name)} has another number of dimensions")
+            raise MalformedIndexError(f"a piece of {brief(name)} has another number of dimensions")
         ends = (offset + size for offset, size in zip(region.offsets, region.sizes, strict=True))
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
-            raise MalformedIndexError(f"a piece of {_brief(name)} lies outside of it")
+            raise MalformedIndexError(f"a piece of {brief(name)} lies outside of it")
         if chunk.span.nbytes != region.nbytes:
-            raise MalformedIndexError(f"a piece of {_brief(name)} has the wrong number of bytes")
+            raise MalformedIndexError(f"a piece of {brief(name)} has the wrong number of bytes")
     distinct = len({region.offsets for region in regions})
     filled = sum(math.prod(region.sizes) for region in regions)
     if not regions or distinct != len(regions) or filled != math.prod(entry.shape):
-        raise MalformedIndexError(f"the pieces of {_brief(name)} do not fill it")
+        raise MalformedIndexError(f"the pieces of {brief(name)} do not fill it")
 
 
 def _check_files_filled(index: CheckpointIndex) -> None:
@@ -242,21 +241,21 @@ def _object(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise MalformedIndexError(f"{_brief(value)} stands where an object should")
+        raise MalformedIndexError(f"{brief(value)} is not a JSON object")
     return value
 
 
 def _list(fields: Mapping[str, Any], key: str) -> list[Any]:
     value = _required(fields, key)
     if not isinstance(value, list):
-        raise MalformedIndexError(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {brief(value)}")
     return value
 
 
 def _text(fields: Mapping[str, Any], key: str) -> str:
     value = _required(fields, key)
     if not isinstance(value, str):
-        raise MalformedIndexError(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {brief(value)}")
     return value
 
 
@@ -270,21 +269,21 @@ def _wholes(fields: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 def _as_whole(value: Any, key: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise MalformedIndexError(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {brief(value)}")
     return value
 
 
 def _sum_of(fields: Mapping[str, Any], key: str) -> str:
     value = _text(fields, key)
     if not _CHECKSUM.fullmatch(value):
-        raise MalformedIndexError(f"{key} is {_brief(value)}")
+        raise MalformedIndexError(f"{key} is {brief(value)}")
     return value
 
 
 def _file_name(value: str) -> str:
     """Return a valid file name, never a path, so that no file outside the checkpoint is opened."""
     if not _FILE_NAME.fullmatch(value):
-        raise MalformedIndexError(f"file name {_brief(value)} is not one of ours")
+        raise MalformedIndexError(f"file name {brief(value)} is not that of a checkpoint")
     return value
 
 
@@ -292,8 +291,3 @@ def _required(fields: Mapping[str, Any], key: str) -> Any:
     if key not in fields:
         raise MalformedIndexError(f"{key} is missing")
     return fields[key]
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -18,7 +18,10 @@ def cannot_write(path: Path, error: OSError, opened_elsewhere: bool = False) -> 
     """
     reason = error.strerror or str(error)
     if opened_elsewhere and error.errno == errno.ENOENT:
-        return f"cannot write {path}: rank 0 made it, but it is not there; choose a directory that all hosts share"
+        return (
+            f"cannot write {path}: rank 0 created it, but this host does not see it; choose a directory that all "
+            "hosts share"
+        )
     return f"cannot write {error.filename or path}: {reason}; {_remedy(error)}"
 
 

@@ -43,10 +43,10 @@ class SavePeers:
 
     def agree(self, doing: str, offer: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
         """Return rank 0's ``decide`` over every rank's ``offer``; if any of these fails, all ranks raise."""
-        mine, cause = _attempt(offer)
+        own, cause = _attempt(offer)
         try:
             with _noted(doing):
-                offers = self._gather(mine)
+                offers = self._gather(own)
                 verdict = self._broadcast(self._judge(offers, decide) if self.rank == 0 else None)
         except RuntimeError as error:
             raise PeerLostWhileSaving(

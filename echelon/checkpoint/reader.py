@@ -151,7 +151,7 @@ class Stored:
         entry = self._index.tensors.get(name)
         if entry is None:
             raise CheckpointError(
-                f"{self.path} holds no tensor '{name}'; its names() are the {len(self.names())} it holds"
+                f"{self.path} holds no tensor '{name}'; names() lists the {len(self.names())} that it holds"
             )
         return entry
 

@@ -10,18 +10,18 @@ against attacks.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy
 
 from echelon.base.errors import Damaged
+from echelon.base.json_head import write_head
 from echelon.checkpoint.os_errors import cannot_read
 
 _BLOCK = 64 << 20  # bytes checksummed and then written while still in a cache, with the GIL released
@@ -67,7 +67,7 @@ def write(
     path: Path, slots: Sequence[TensorSlot], contents: Iterable[memoryview], note: dict[str, str] | None = None
 ) -> tuple[FileRecord, list[TensorByteSpan]]:
     """Write ``contents``, one for each slot in order; return after they are on disk."""
-    header = _header(slots, note)
+    header = header_of(slots, note)
     spans, start = [], len(header)
     with path.open("wb") as file:
         file.write(header)
@@ -130,8 +130,9 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _header(slots: Sequence[TensorSlot], note: dict[str, str] | None) -> bytes:
-    fields: dict[str, object] = {"__metadata__": note} if note else {}
+def header_of(slots: Sequence[TensorSlot], note: dict[str, str] | None, nbytes: int = 0) -> bytes:
+    """Return the header of a file, of at least ``nbytes`` bytes; tensors start on a multiple of 8."""
+    fields: dict[str, Any] = {"__metadata__": note} if note else {}
     begin = 0
     for slot in slots:
         fields[slot.name] = {
@@ -140,9 +141,7 @@ def _header(slots: Sequence[TensorSlot], note: dict[str, str] | None) -> bytes:
             "data_offsets": [begin, begin + slot.nbytes],
         }
         begin += slot.nbytes
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start on a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text
+    return write_head(fields, align=8, nbytes=nbytes)
 
 
 def _use_another(path: Path) -> str:

@@ -14,7 +14,6 @@ rng.<stream>.<generator>              states of random generators; ranks that sh
 from __future__ import annotations
 
 import functools
-import json
 import math
 import random
 from collections import Counter
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.base.errors import CheckpointError
+from echelon.base.json_head import read_head, write_head
 from echelon.checkpoint.state_strides import follow_weights
 from echelon.distributed.local_state import LocalState
 from echelon.distributed.tensor_layout import Layout, Part
@@ -33,9 +33,9 @@ from echelon.distributed.tensor_layout import Layout, Part
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
-def model_tensors(holdings: LocalState) -> dict[str, Tensor | Part]:
+def model_tensors(local_state: LocalState) -> dict[str, Tensor | Part]:
     """Return this rank's parameters and persistent buffers."""
-    return {f"model.{name}": value for name, value in holdings.tensors().items()}
+    return {f"model.{name}": value for name, value in local_state.tensors().items()}
 
 
 def model_aliases(model: nn.Module) -> dict[str, str]:
@@ -49,9 +49,9 @@ def model_aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def optimizer_state(holdings: LocalState, optimizers: Optimizers) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
+def optimizer_state(local_state: LocalState, optimizers: Optimizers) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
     """Return the optimizers' tensors by name, and their options and other values as facts."""
-    names = holdings.names
+    names = local_state.names
     tensors: dict[str, Tensor | Part] = {}
     facts: dict[str, Any] = {}
     for key, optimizer in optimizers.items():
@@ -60,18 +60,18 @@ def optimizer_state(holdings: LocalState, optimizers: Optimizers) -> tuple[dict[
             name = names[id(parameter)]
             for field, value in state.items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{key}.{name}.{field}"] = holdings.part(name, value)
+                    tensors[f"optimizer.{key}.{name}.{field}"] = local_state.part(name, value)
                 else:
                     values.setdefault(name, {})[field] = encode(value)
-        facts[key] = {"values": values, "groups": optimizer_groups(holdings, key, optimizer)}
+        facts[key] = {"values": values, "groups": optimizer_groups(local_state, key, optimizer)}
     return tensors, facts
 
 
-def optimizer_groups(holdings: LocalState, key: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def optimizer_groups(local_state: LocalState, key: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the options of an optimizer, group by group."""
     return [
         {"names": members, "options": encode({k: v for k, v in group.items() if k != "params"})}
-        for members, group in zip(holdings.groups[key], optimizer.param_groups, strict=True)
+        for members, group in zip(local_state.groups[key], optimizer.param_groups, strict=True)
     ]
 
 
@@ -80,7 +80,7 @@ Read = Callable[[str, Layout | None], Tensor]
 
 
 def restore_optimizers(
-    optimizers: Optimizers, holdings: LocalState, facts: Mapping[str, Any], stored: Iterable[str], read: Read
+    optimizers: Optimizers, local_state: LocalState, facts: Mapping[str, Any], stored: Iterable[str], read: Read
 ) -> None:
     """Restore the optimizers' state. ``stored`` names the tensors ``optimizer.*``; only those held here are read."""
     if set(optimizers) != set(facts):
@@ -94,18 +94,18 @@ def restore_optimizers(
         prefix = f"optimizer.{key}."
         for full in everything:
             name, _, field = full.removeprefix(prefix).rpartition(".")
-            if full.startswith(prefix) and name in holdings.parameters:
-                later = functools.partial(read, full, holdings.layouts.get(name))
+            if full.startswith(prefix) and name in local_state.parameters:
+                later = functools.partial(read, full, local_state.layouts.get(name))
                 by_name.setdefault(name, {})[field] = later if getattr(optimizer, "reads_later", False) else later()
         for name, fields in facts[key]["values"].items():
             by_name.setdefault(name, {}).update({field: decode(value) for field, value in fields.items()})
-        _load(key, optimizer, holdings, facts[key]["groups"], by_name)
+        _load(key, optimizer, local_state, facts[key]["groups"], by_name)
 
 
 def _load(
     key: str,
     optimizer: torch.optim.Optimizer,
-    holdings: LocalState,
+    local_state: LocalState,
     groups: list[dict[str, Any]],
     by_name: Mapping[str, dict[str, Any]],
 ) -> None:
@@ -113,11 +113,11 @@ def _load(
         raise CheckpointError(
             f"optimizer '{key}' has {len(optimizer.param_groups)} parameter groups, the checkpoint has {len(groups)}"
         )
-    names = holdings.names
+    names = local_state.names
     index = 0
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
-    for group, stored, known in zip(optimizer.param_groups, groups, holdings.groups[key], strict=True):
+    for group, stored, known in zip(optimizer.param_groups, groups, local_state.groups[key], strict=True):
         if set(known) != set(stored["names"]):
             odd = sorted(set(known) ^ set(stored["names"]))[0]
             raise CheckpointError(f"optimizer '{key}' and the checkpoint disagree about parameter '{odd}'")
@@ -138,16 +138,15 @@ def to_bytes(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
 
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     shapes = [[name, name_of(value.dtype), list(value.shape)] for name, value in plain.items()]
-    head = json.dumps({"facts": facts, "tensors": shapes}).encode()
-    return b"".join([len(head).to_bytes(8, "little"), head, *(bytes_of(value) for value in plain.values())])
+    head = write_head({"facts": facts, "tensors": shapes})
+    return b"".join([head, *(bytes_of(value) for value in plain.values())])
 
 
 def from_bytes(kept: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and facts that ``to_bytes`` serialized."""
     from echelon.checkpoint.dtypes import dtype_named, nbytes, tensor_of
 
-    at = 8 + int.from_bytes(kept[:8], "little")
-    head = json.loads(kept[8:at])
+    head, at = read_head(kept)
     tensors: dict[str, Tensor] = {}
     for name, kind, shape in head["tensors"]:
         dtype = dtype_named(kind)
@@ -183,16 +182,16 @@ def _python_state(state: tuple[int, tuple[int, ...], float | None]) -> dict[str,
 
 
 def restore_random_state(stream: int, device: torch.device, stored: Mapping[str, Tensor]) -> None:
-    mine = {name.removeprefix(f"rng.{stream}."): value for name, value in stored.items()}
-    torch.set_rng_state(mine["torch"])
-    numbers = mine["numpy"].tolist()
+    own = {name.removeprefix(f"rng.{stream}."): value for name, value in stored.items()}
+    torch.set_rng_state(own["torch"])
+    numbers = own["numpy"].tolist()
     keys = np.array(numbers[:-2], dtype=np.uint32)
-    np.random.set_state(("MT19937", keys, numbers[-2], numbers[-1], float(mine["numpy_gauss"])))
-    version, *internal = mine["python"].tolist()
-    gauss = float(mine["python_gauss"])
+    np.random.set_state(("MT19937", keys, numbers[-2], numbers[-1], float(own["numpy_gauss"])))
+    version, *internal = own["python"].tolist()
+    gauss = float(own["python_gauss"])
     random.setstate((version, tuple(internal), None if math.isnan(gauss) else gauss))
-    if device.type == "cuda" and "cuda" in mine:
-        torch.cuda.set_rng_state(mine["cuda"], device)
+    if device.type == "cuda" and "cuda" in own:
+        torch.cuda.set_rng_state(own["cuda"], device)
 
 
 def encode(value: Any) -> Any:

@@ -17,14 +17,14 @@ class WritePlanCache:
     """One rank's copy of the last plan that all ranks agreed on; on rank 0, the whole plan."""
 
     def __init__(self) -> None:
-        self._mine: list[TensorRegion] | None = None
+        self._own: list[TensorRegion] | None = None
         self._my_share: list[int] = []
         self._offers: list[list[TensorRegion]] = []
         self._proposed: list[list[TensorRegion]] = []
 
     def offer(self, pieces: Sequence[TensorRegion]) -> list[Any] | None:
         """Return this rank's pieces for rank 0; ``None`` if they are the same as last time."""
-        return None if pieces == self._mine else [piece.to_json() for piece in pieces]
+        return None if pieces == self._own else [piece.to_json() for piece in pieces]
 
     def allot(self, offers: Sequence[list[Any] | None]) -> list[list[int]] | None:
         """Return all ranks' shares as positions in their pieces, on rank 0; ``None`` if they are as last time."""
@@ -38,7 +38,7 @@ class WritePlanCache:
 
     def settle(self, pieces: Sequence[TensorRegion], shares: list[list[int]] | None, rank: int) -> list[int]:
         """Store the agreed plan, and return this rank's share."""
-        self._mine = list(pieces)
+        self._own = list(pieces)
         if shares is not None:
             self._my_share, self._offers = shares[rank], self._proposed
         return self._my_share

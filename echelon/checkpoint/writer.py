@@ -27,6 +27,7 @@ class Writer:
     ``asynchronous`` copies the tensors to host memory and writes them from a thread while training goes on.
     ``keep`` is the number of checkpoints, up to the one just written, that are kept; older ones are removed.
     ``timeout`` bounds, in seconds, the wait for a rank that is alive but does not join the save.
+    ``saved`` is called with the path of each completed checkpoint, maybe from a thread.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Writer:
         world_size: int = 1,
         group: dist.ProcessGroup | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        saved: Callable[[Path], None] | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise UsageError(f"keep={keep} would remove every checkpoint; give at least 1, or None to keep all")
@@ -52,7 +54,7 @@ class Writer:
         self._staging = StagingBuffers()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self.saved: Callable[[Path], None] | None = None  #: called with the path of each completed checkpoint
+        self._saved = saved
 
     def save(
         self,
@@ -82,7 +84,7 @@ class Writer:
     def wait(self) -> None:
         """Wait until the last save is complete; raise if it failed."""
         if self._thread is not None:
-            with waiting("end of the save before"):
+            with waiting("end of the previous save"):
                 self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
@@ -95,8 +97,8 @@ class Writer:
         self._peers.close()
 
     def _tell(self, save: CheckpointSave) -> None:
-        if self.saved is not None:
-            self.saved(save.final)
+        if self._saved is not None:
+            self._saved(save.final)
 
     def _write(self, save: CheckpointSave) -> None:
         try:

@@ -15,12 +15,12 @@ def doctor(
     context: typer.Context,
     *,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Where checkpoints will go: its room and speed, and whether all hosts share it.")
+        str | None, typer.Option(help="Checkpoint directory to check: free space, speed, and that all hosts share it.")
     ] = None,
-    save: Annotated[str | None, typer.Option(metavar="FILE", help="Write all that was found as JSON.")] = None,
+    save: Annotated[str | None, typer.Option(metavar="FILE", help="Write all findings as JSON.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure no speeds.")] = False,
 ) -> None:
-    """Examine every host, every rank and what lies between them; takes the options of 'echelon run' (--procs ...)."""
+    """Examine every host, every rank and the links between them; takes the options of 'echelon run' (--procs ...)."""
     from echelon.cli.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(context.args, checkpoint, save, quick))
@@ -39,11 +39,11 @@ def verify(
     steps: Annotated[int, typer.Option(help="Updates to compare.")] = 5,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Relative difference that is still the same.", show_default="1e-4, or the strategy's"),
+        typer.Option(help="Relative difference that counts as equal.", show_default="1e-4, or the strategy's"),
     ] = None,
     as_json: AllAsJson = False,
 ) -> None:
-    """Train a script for some steps on several processes and in one, and say where their numbers part."""
+    """Train a script for some steps on several processes and in one, and report the first difference."""
     from echelon.launcher.job import check_gpus
     from echelon.launcher.rendezvous.host_options import at_least
     from echelon.tools.verify.verify_options import VerifyOptions, check_asked

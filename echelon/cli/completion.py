@@ -36,11 +36,11 @@ SHELLS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def completion(
-    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell that is to complete.")],
+    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="Shell to print completions for.")],
 ) -> None:
-    """Print what makes a shell complete commands and options: source <(echelon completion bash)."""
+    """Print the shell code that completes commands and options: source <(echelon completion bash)."""
     if shell not in SHELLS:
-        raise UsageError(f"completion {shell}: there is none for this shell{nearest(shell, SHELLS)}")
+        raise UsageError(f"completion {shell}: unknown shell{nearest(shell, SHELLS)}")
     print(SHELLS[shell], end="")
 
 

@@ -54,14 +54,14 @@ _ACCELERATE = {
     "gpu-ids": ForeignOption("accelerate", "--gpus {}"),
     "multi-gpu": ForeignOption("accelerate", flag=True),
     "same-network": ForeignOption("accelerate", flag=True),
-    "config-file": ForeignOption("accelerate", instead="is not read; a strategy is the script's"),
-    "mixed-precision": ForeignOption("accelerate", instead="is the script's here: Strategy(amp=...)"),
+    "config-file": ForeignOption("accelerate", instead="is not read; the strategy is set in the script"),
+    "mixed-precision": ForeignOption("accelerate", instead="is set in the script here: Strategy(amp=...)"),
     "dynamo-backend": ForeignOption("accelerate", instead="is not needed: models are compiled on GPUs"),
     "gradient-accumulation-steps": ForeignOption(
-        "accelerate", instead="is the script's here: Strategy(gradient_merge=...)"
+        "accelerate", instead="is set in the script here: Strategy(gradient_merge=...)"
     ),
-    "use-fsdp": ForeignOption("accelerate", instead="is the script's here: Strategy(shard=3)", flag=True),
-    "use-deepspeed": ForeignOption("accelerate", instead="is the script's here: Strategy(shard=...)", flag=True),
+    "use-fsdp": ForeignOption("accelerate", instead="is set in the script here: Strategy(shard=3)", flag=True),
+    "use-deepspeed": ForeignOption("accelerate", instead="is set in the script here: Strategy(shard=...)", flag=True),
     "num-cpu-threads-per-process": ForeignOption("accelerate", instead="is the variable OMP_NUM_THREADS here"),
 }
 _DEEPSPEED = {
@@ -112,8 +112,8 @@ def translate(command: str, words: Sequence[str], valued: Collection[str]) -> st
     whole = shlex.join([*command.split(), *_ours(read.values), *read.own, *read.rest])
     notes = [f"{name} {FOREIGN[dashed(name)].instead}" for name in read.foreign if not FOREIGN[dashed(name)].ours]
     are = "is" if len(read.foreign) == 1 else "are"
-    told = f"{', '.join(read.foreign)} {are} {' and '.join(each + chr(39) + 's' for each in launchers)}"
-    return "; ".join([f"{told}: write '{whole}'", *notes])
+    heading = f"{', '.join(read.foreign)} {are} {' and '.join(each + chr(39) + 's' for each in launchers)}"
+    return "; ".join([f"{heading}: write '{whole}'", *notes])
 
 
 def _read(words: Sequence[str], valued: Collection[str]) -> Translation:

@@ -8,6 +8,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from echelon.cli.option_spelling import respell
+from echelon.cli.plain_values import convert_plainly
 from echelon.cli.timeline_option import with_steps
 
 #: Key of the context under which a command keeps its arguments, for error messages.
@@ -26,6 +27,9 @@ def valued_options(command: Any) -> set[str]:
 
 class EchelonCommand(TyperCommand):
     """A command that accepts every spelling of its options."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return convert_plainly(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = self.reword(args, is_last=not ctx.allow_interspersed_args)
@@ -54,6 +58,9 @@ class RunCommand(EchelonCommand):
 
 class EchelonGroup(TyperGroup):
     """A list of commands whose help is as wide as the terminal."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return convert_plainly(super().get_params(ctx))
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         extra.setdefault("max_content_width", shutil.get_terminal_size().columns)

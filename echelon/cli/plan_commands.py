@@ -21,12 +21,11 @@ def explain(
     ] = None,
     *,
     model: Annotated[
-        str | None, typer.Option(help="What makes the model: package.module:callable or path/to/file.py:callable.")
+        str | None,
+        typer.Option(help="Maker of the model: package.module:callable or path/to/file.py:callable."),
     ] = None,
     procs: Annotated[int, typer.Option(help="Processes of the job.")] = 2,
-    procs_per_host: Annotated[
-        int | None, typer.Option(help="How many of them share a host.", show_default="all")
-    ] = None,
+    procs_per_host: Annotated[int | None, typer.Option(help="Processes of each host.", show_default="all")] = None,
 ) -> None:
     """Say what a strategy will do to a step, in which order, and what it costs."""
     _check_procs(procs)
@@ -53,16 +52,19 @@ def plan(
         int | None,
         typer.Option("--global-batch", min=1, help="Samples of the global batch.", show_default="the model's"),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="What a device may use: 60GB.", show_default="what it has")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a device: 60GB.", show_default="all of it")] = None,
     allow: Annotated[
         str | None,
-        typer.Option(help="Means that change the numbers: amp,fp16_allreduce,dgc,localsgd.", show_default="none"),
+        typer.Option(help="Techniques that change the numbers: amp,fp16_allreduce,dgc,localsgd.", show_default="none"),
+    ] = None,
+    amp: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or off.", show_default="what a run does there: bf16 on new GPUs")
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="adam, sgd, momentum, lamb ...", show_default="the script's, or adam")
     ] = None,
     bench: Annotated[
-        str | None, typer.Option(help="A file of 'echelon bench'.", show_default="the usual one, where there is one")
+        str | None, typer.Option(help="A file of 'echelon bench'.", show_default="the default file, if it exists")
     ] = None,
     inputs: Inputs = None,
     keep: Annotated[int | None, typer.Option(min=1, help="How many plans to show.", show_default="10")] = None,
@@ -76,10 +78,17 @@ def plan(
         tuple[str, str] | None, typer.Option(metavar="FILE FILE", help="Show two saved plans side by side.")
     ] = None,
 ) -> None:
-    """Find the quickest way to train a model on a cluster, without either, and say why."""
+    """Find the fastest plan to train a model on a cluster, without running it, and explain it."""
     if compare is not None:
         beside = {"MODEL": model, "ARGS": args, "--cluster": cluster, "--global-batch": batch, "--memory": memory}
-        beside |= {"--allow": allow, "--optimizer": optimizer, "--bench": bench, "--input": inputs, "--keep": keep}
+        beside |= {
+            "--allow": allow,
+            "--amp": amp,
+            "--optimizer": optimizer,
+            "--bench": bench,
+            "--input": inputs,
+            "--keep": keep,
+        }
         beside |= {"--html": html, "--save": save, "--explain": explain}
         from echelon.tools.plan_report.compare import compare_files
 
@@ -89,7 +98,8 @@ def plan(
 
     if model is not None:
         require_model(model)
-    given = {"cluster": cluster, "batch": batch, "memory": memory, "allow": allow, "optimizer": optimizer}
+    require_one_of("--amp", amp, ("bf16", "fp16", "off"))
+    given = {"cluster": cluster, "batch": batch, "memory": memory, "allow": allow, "amp": amp, "optimizer": optimizer}
     asked = parse_plan_options(model, args or [], explain, given | {"bench": bench, "input": inputs, "keep": keep})
     check_plan_options(asked, html, save)
     from echelon.cli.commands.plan import run_plan
@@ -98,6 +108,7 @@ def plan(
 
 
 def memory(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(help="A script, zoo:NAME, gpt:layers=...,..., or file.py:callable, as for 'echelon plan'."),
@@ -105,32 +116,30 @@ def memory(
     args: ScriptArgs = None,
     *,
     procs: Annotated[
-        int | None, typer.Option(help="Processes of the job.", show_default="the fewest that what is asked for takes")
+        int | None, typer.Option(help="Processes of the job.", show_default="the fewest that the options need")
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
             "--batch-size",
             min=1,
-            help="Samples that each copy of the model is given at a time.",
+            help="Samples in a batch of each copy of the model.",
             show_default="the model's",
         ),
     ] = None,
-    planned: Annotated[
-        str | None, typer.Option("--plan", help="A plan from 'echelon plan --save'; it says all of the rest.")
-    ] = None,
+    plan: Annotated[str | None, typer.Option(help="A plan from 'echelon plan --save'; it sets all the rest.")] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline; cut by cost.")] = None,
     split: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share each layer; those that plans split.")
+        int | None, typer.Option(min=1, help="Processes that share each layer that plans can split.")
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Parts of a batch, one after another.", show_default="4 with stages")
+        int | None, typer.Option(min=1, help="Micro-batches of a batch.", show_default="4 with stages")
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="1f1b, gpipe, interleaved or zero-bubble.", show_default="1f1b")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda: whose kernels are counted.", show_default="what is here")
+        str | None, typer.Option(help="cpu or cuda: device whose kernels count.", show_default="the one here")
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="adamw, adam, sgd, momentum, lamb ...", show_default="the script's, or adamw")
@@ -147,7 +156,7 @@ def memory(
         typer.Option("--low-memory/--no-low-memory", help="Six bytes a parameter.", show_default="the script's, or no"),
     ] = None,
     shard: Annotated[
-        int | None, typer.Option(help="0 to 3: what processes share out.", show_default="the script's, or 0")
+        int | None, typer.Option(help="0 to 3: level of sharding (ZeRO).", show_default="the script's, or 0")
     ] = None,
     merge: Annotated[
         int | None,
@@ -155,13 +164,13 @@ def memory(
             "--gradient-merge", min=1, help="Batches that make up one update.", show_default="the script's, or 1"
         ),
     ] = None,
-    inputs: Inputs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    input: Inputs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     save: Annotated[
         str | None, typer.Option("--log-dir", metavar="DIR", help="Write memory.json there, for 'echelon report DIR'.")
     ] = None,
 ) -> None:
-    """Say what each rank of a job holds, by module and kind, when it holds most, and what would save: nothing runs."""
+    """Compute the memory of each rank of a job, by module and kind, its peak, and possible savings; nothing runs."""
     from echelon.strategy.annotations.marks import ScheduleName
 
     require_model(model)
@@ -176,24 +185,12 @@ def memory(
         check_name(optimizer)
     from echelon.cli.commands.memory import run_memory
 
-    given = {"procs": procs, "batch": batch, "device": device, "optimizer": optimizer, "input": inputs}
-    given |= {
-        "amp": amp,
-        "recompute": recompute,
-        "shard": shard,
-        "merge": merge,
-        "low_memory": low_memory,
-        "plan": planned,
-    }
-    given |= {"stages": stages, "split": split, "micro_batches": micro_batches, "schedule": schedule}
-    run_memory(model, args or [], as_json=as_json, save=save, **given)
+    run_memory(**context.params)
 
 
 def bench(
     *,
-    out: Annotated[
-        str | None, typer.Option(help="The file to write.", show_default="the one that plans look for")
-    ] = None,
+    out: Annotated[str | None, typer.Option(help="The file to write.", show_default="the file that plans use")] = None,
     procs: Annotated[int | None, typer.Option(help="Processes.", show_default="one per GPU, or per core")] = None,
     quick: Annotated[bool, typer.Option(help="Fewer sizes, a few seconds.")] = False,
 ) -> None:

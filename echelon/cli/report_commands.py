@@ -15,7 +15,7 @@ def timeline(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Say where the steps went that 'echelon run --timeline' has recorded, and put all ranks into one trace."""
+    """Summarize the steps that 'echelon run --timeline' has recorded, and merge all ranks into one trace."""
     from echelon.observability.trace.trace_report import timeline_words
 
     print(timeline_words(directory, as_json))
@@ -35,10 +35,8 @@ def report(
 def watch(
     directory: LogDirectory = "log",
     *,
-    port: Annotated[int, typer.Option(help="Where to serve it; 0: any port that is free.")] = 7171,
-    host: Annotated[str, typer.Option(help="On which address; others than this machine's own get a token.")] = (
-        "127.0.0.1"
-    ),
+    port: Annotated[int, typer.Option(help="Port of the page; 0: any free one.")] = 7171,
+    host: Annotated[str, typer.Option(help="Address to listen on; a token protects all but loopback.")] = ("127.0.0.1"),
 ) -> None:
     """Serve the page of a run while it goes on."""
     from echelon.cli.commands.report import watch as serve_page

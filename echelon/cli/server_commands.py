@@ -14,20 +14,20 @@ def serve(
         str | None, typer.Option(help="HOST:PORT,... of all servers, the same everywhere.", show_default="this one")
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Workers of the job.", show_default="1")] = None,
-    state: Annotated[str | None, typer.Option(help="Where to keep what must outlive this process.")] = None,
+    state: Annotated[str | None, typer.Option(help="Directory for state that outlives this process.")] = None,
     join_timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the workers.")] = None,
     token: Annotated[
         str | None, typer.Option(help="The secret of the job. Other users see it here: better set ECHELON_PS_TOKEN.")
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="Certificate (PEM): speak TLS.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
-    tls_ca: Annotated[str | None, typer.Option(help="Who has signed the other servers' certificates.")] = None,
-    client_ca: Annotated[str | None, typer.Option(help="Who must have signed the certificates of callers.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="CA of the other servers' certificates (PEM).")] = None,
+    client_ca: Annotated[str | None, typer.Option(help="CA that callers' certificates must have (PEM).")] = None,
     read_only: Annotated[
-        str | None, typer.Option(metavar="CHECKPOINT", help="Answer readers with its rows; take no updates.")
+        str | None, typer.Option(metavar="CHECKPOINT", help="Serve its rows to readers; take no updates.")
     ] = None,
 ) -> None:
-    """Be a parameter server, started by hand; ends when the workers are done."""
+    """Run a parameter server by hand; it ends when the workers are done."""
     from echelon.cli.commands.serve import serve_by_hand
 
     files = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca, "client_ca": client_ca}

@@ -27,13 +27,13 @@ def say_strayed(context: Any) -> None:
         return
     args = context.params["args"]
     context.params["args"] = ["--", *args]  # launchers on other hosts get these arguments and do not repeat the line
-    say(_told(context, words))
+    say(_message(context, words))
 
 
 def refuse_strayed(context: Any) -> None:
     """Raise UsageError for such options, because a submission cannot be undone."""
     if words := strayed_options(context, always=(DRY_RUN,)):
-        raise UsageError(_told(context, words))
+        raise UsageError(_message(context, words))
 
 
 def strayed_options(context: Any, always: Collection[str] = ()) -> list[str]:
@@ -66,7 +66,7 @@ def declares(source: str, option: str) -> bool:
     return re.search(rf"--{either}(?![\w-])|\b{name.replace('-', '_')}\s*[:=](?!=)", source) is not None
 
 
-def _told(context: Any, words: Sequence[str]) -> str:
+def _message(context: Any, words: Sequence[str]) -> str:
     script, command, given = context.params["script"], context.command_path, shlex.join(words)
     before = f"{command} {'-m ' if context.params['module'] else ''}{given} {script}"
     return (

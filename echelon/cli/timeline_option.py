@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.strategy.recorded_steps import AFTER_WARM_UP, is_steps
+from echelon.base.recorded_steps import AFTER_WARM_UP, is_steps
 
 OPTION = "--timeline"
 

@@ -31,7 +31,10 @@ def explain(error: Any) -> str:
     kind = type(error).__name__
     command: Any = error.ctx.command if error.ctx else None
     if kind == "NoArgsIsHelpError":
-        return f"which command? known: {', '.join(sorted(command.commands))} (see '{error.ctx.command_path} --help')"
+        return (
+            f"the command is missing; known: {', '.join(sorted(command.commands))} (see '{error.ctx.command_path} "
+            "--help')"
+        )
     if kind == "NoSuchOption":
         return _no_option(error, command)
     message = " ".join(error.format_message().split()).rstrip(".")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 
 import typer
 
@@ -18,6 +16,9 @@ def version() -> None:
 
 def version_line() -> str:
     """Return the versions in one line; the version of torch is read without importing torch."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
     try:
         torch = f"torch {version_of('torch')}"
     except PackageNotFoundError:

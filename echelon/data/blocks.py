@@ -95,7 +95,9 @@ class Window:
         """Return ``count`` rows drawn at random."""
         rows = np.arange(self.rows) if self._whole is None else np.flatnonzero(self._whole)
         if not len(rows):
-            raise DataError(f"none of {self.rows} rows in a row can be read, so there is none to pad a batch with")
+            raise DataError(
+                f"{self.rows} consecutive rows cannot be read, so no row is left to pad a batch with; repair the data"
+            )
         return self._select(rows[numpy_stream(*seed).randint(0, len(rows), count)])
 
     def _select(self, rows: Indices) -> list[torch.Tensor]:
@@ -168,7 +170,7 @@ class BlockSource:
         if batch and len(batch[0]):
             return RankBatch(batch, len(batch[0]), taken)
         if own == options.batch_size:
-            raise DataError(f"{own} rows in a row, a whole batch, cannot be read; mend the data")
+            raise DataError(f"{own} consecutive rows, a whole batch, cannot be read; repair the data")
         # this rank has no rows left: a stand-in batch of weight 0
         stand_in = window.again(
             min(window.rows, options.batch_size), options.seed, SeedPurpose.PAD, epoch, options.rank

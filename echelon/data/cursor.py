@@ -49,7 +49,7 @@ def to_state(cursor: Cursor, order: Mapping[str, Any]) -> dict[str, Any]:
 def from_state(state: Mapping[str, Any], order: Mapping[str, Any], global_batch: int) -> Cursor:
     missing = [name for name in ("epoch", "position", "samples", "cut", "order") if name not in state]
     if missing:
-        raise DataError(f"this is no state of a loader: it lacks '{missing[0]}'; pass what state_dict() returned")
+        raise DataError(f"this is no state of a loader: it lacks '{missing[0]}'; pass the result of state_dict()")
     cursor = Cursor(state["cut"], state["epoch"], state["position"], state["samples"])
     if cursor.samples == 0:
         return Cursor(global_batch, cursor.epoch)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
@@ -21,7 +21,7 @@ from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.data_source import DataSource, RankBatch, UnknownLengthError, is_stream, kind_name
 from echelon.data.fingerprint import DatasetFingerprint, dataset_fingerprint
 from echelon.data.hugging_face import refuse_whole
-from echelon.data.loader_options import Lengths, LoaderOptions, Uneven
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.map_source import ColumnDataset, MapSource, TensorSource, columns_of
 from echelon.data.repeated import Repeated
 from echelon.data.sampling import EpochSampler, batches_of
@@ -36,43 +36,23 @@ class Loader:
     """This rank's share of a data set, epoch after epoch.
 
     ``batch_size`` is per rank. In every step, ranks together see the samples that one rank with the global batch would
-    see; see docs/data.md for the incomplete last batch of an epoch (``uneven``). ``shares`` divides a global batch
-    unevenly, for ranks of different speed; ``batch_size`` is then their average.
+    see; see docs/data.md for the incomplete last batch of an epoch (``uneven``).
 
-    ``sampler`` draws the global order of every epoch, in place of ``shuffle``. ``batch_sampler`` draws it in global
-    batches, which are divided among ranks; then there is no ``batch_size``. Both must draw the same on every rank.
-    ``worker_init_fn`` is called in each worker process, with its index.
-
-    ``pack`` concatenates sequences of different length, without padding, as ``echelon.nn.Packed``; with a number, the
-    tokens of a batch are padded to a multiple of it.
-
-    If the number of ranks has changed since training began: ``total`` is the global batch, perhaps not divisible by
-    the ranks; the end of an epoch is padded to a ``multiple``; and ``on_change`` is called if an epoch restarts because
-    its data is divided by the number of ranks. Without ``on_change`` that is an error.
+    sampler: draws the global order of every epoch, in place of ``shuffle``; the same on every rank
+    batch_sampler: draws it in global batches, which are divided among ranks, in place of ``batch_size``
+    worker_init_fn: called in each worker process, with its index
+    on_change: called if an epoch restarts because its data is divided by a number of ranks that has changed; without
+        it that is an error
+    device, group: device of the batches; group whose ranks agree on the end of an epoch
+    on_share: called with the number of samples of each batch
+    ahead: called with each batch before the previous one is yielded
+    options: fields of ``LoaderOptions``
     """
 
     def __init__(
         self,
         dataset: Any,
         *,
-        batch_size: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        uneven: Uneven = "pad",
-        workers: int = 0,
-        prefetch: int = 2,
-        cache: bool = False,
-        collate: Callable[[list[Any]], Any] | None = None,
-        lengths: Lengths | None = None,
-        pad_value: Any = 0,
-        bucket_window: int = 64,
-        shuffle_buffer: int = 1024,
-        shares: Sequence[float] = (),
-        total: int | None = None,
-        multiple: int | None = None,
-        pack: bool | int = False,
         sampler: Any = None,
         batch_sampler: Any = None,
         worker_init_fn: Callable[[int], None] | None = None,
@@ -81,37 +61,13 @@ class Loader:
         group: dist.ProcessGroup | None = None,
         on_share: Callable[[int], None] | None = None,
         ahead: Callable[[Any], None] | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> None:
-        for name in unknown:
+        for name in options.keys() - set(OPTIONS) - set(INNER):
             raise UsageError(f"the loader has no option '{name}'{TORCHS.get(name) or nearest(name, OPTIONS)}")
         self.dataset = dataset
-        sampling = _sampling(sampler, batch_sampler, seed)
-        if batch_sampler is not None and batch_size is None:
-            total = batches_of(batch_sampler)
-            batch_size = -(-total // world_size)
-        if batch_size is None:
-            raise UsageError("the loader needs batch_size=, or batch_sampler=")
-        self._options = LoaderOptions(
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            shuffle=shuffle,
-            uneven=uneven,
-            workers=workers,
-            prefetch=prefetch,
-            cache=cache,
-            collate=collate,
-            lengths=lengths,
-            pad_value=pad_value,
-            bucket_window=bucket_window,
-            shuffle_buffer=shuffle_buffer,
-            shares=tuple(float(share) for share in shares),
-            total=total,
-            multiple=multiple,
-            pack=pack,
-        )
+        sampling = _sampling(sampler, batch_sampler, options.get("seed", LoaderOptions.seed))
+        self._options = _loader_options(options, batch_sampler)
         self._source = open_source(dataset, self._options)
         if sampling is not None:
             _draw_from(self._source, sampling, dataset)
@@ -121,11 +77,11 @@ class Loader:
         self._device, self._on_share, self._ahead = device, on_share, ahead
         self._on_change = on_change
         pin = device is not None and device.type == "cuda"
-        in_processes = 0 if isinstance(self._source, BlockSource) else workers  # blocks are read by threads
+        in_processes = 0 if isinstance(self._source, BlockSource) else self.workers  # blocks are read by threads
         self._fetching = BatchFetcher(
             self._source,
             workers=in_processes,
-            prefetch=prefetch,
+            prefetch=self._options.prefetch,
             pin=pin,
             worker_init=worker_init_fn,
             dataset=dataset,
@@ -147,15 +103,17 @@ class Loader:
             self._next_epoch()
         self._continues = False
         self._iteration += 1
-        mine = self._iteration
+        own = self._iteration
         activity.enter("data")
         for piece in _one_ahead(self._pieces(), self._ahead) if self._ahead else self._pieces():
             self._account(piece)
             activity.enter(activity.call or "user code")
             yield piece.batch
             activity.enter("data")
-            if mine != self._iteration:
-                raise DataError("this loader was begun anew or moved inside a loop over it; use a loader for each loop")
+            if own != self._iteration:
+                raise DataError(
+                    "this loader was restarted or repositioned inside a loop over it; use one loader for each loop"
+                )
         self._next_epoch()
 
     def likeness(self) -> DatasetFingerprint | None:
@@ -265,8 +223,8 @@ class Loader:
         then, now = state.get("order", {}).get("world_size"), order.get("world_size")
         if self._on_change is not None and then != now and state.get("samples"):
             self._on_change(
-                f"epoch {state['epoch']} was begun by {then} ranks that read parts of their own, and there are {now} "
-                "now: it begins anew"
+                f"epoch {state['epoch']} was started by {then} ranks that read their own files, and there "
+                f"are {now} now: it starts again"
             )
             state = {**state, "samples": 0, "position": 0}
         self._cursor = from_state(state, order, self.global_batch)
@@ -333,14 +291,24 @@ def _one_ahead(pieces: Iterator[RankBatch], show: Callable[[Any], None]) -> Iter
 
 #: Options that the engine sets.
 INNER = ("device", "group", "on_share", "on_change", "ahead", "total", "multiple")
-OPTIONS = tuple(name for name in Loader.__init__.__annotations__ if name not in ("unknown", "return", *INNER))
+_NAMES = (*(field.name for field in fields(LoaderOptions)), *Loader.__init__.__annotations__)
+OPTIONS = tuple(name for name in _NAMES if name not in ("options", "return", *INNER))
 #: Names of torch's options, and the text that leads to Echelon's.
 TORCHS = {
     **{theirs: f"; it is called {ours}= here" for theirs, ours in RENAMED.items()},
-    **dict.fromkeys(CARED_FOR, "; leave it out, this is taken care of"),
+    **dict.fromkeys(CARED_FOR, "; leave it out, the loader sets it"),
     "drop_last": "; it is called uneven='drop' here",
     "generator": "; seed= decides the order here",
 }
+
+
+def _loader_options(options: dict[str, Any], batch_sampler: Any) -> LoaderOptions:
+    if batch_sampler is not None and options.get("batch_size") is None:
+        total = batches_of(batch_sampler)
+        options |= {"total": total, "batch_size": -(-total // options.get("world_size", 1))}
+    if options.get("batch_size") is None:
+        raise UsageError("the loader needs batch_size=, or batch_sampler=")
+    return LoaderOptions(**options | {"shares": tuple(float(share) for share in options.get("shares", ()))})
 
 
 def _sampling(sampler: Any, batch_sampler: Any, seed: int) -> EpochSampler | None:

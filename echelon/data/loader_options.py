@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from echelon.base.config import strict
@@ -10,25 +9,44 @@ from echelon.base.errors import DataError, UsageError
 from echelon.data.order import block, stride, weighted
 
 Uneven = Literal["pad", "drop", "join"]
-Lengths = Callable[[Any], int] | Sequence[int]
 
 
 @strict
 class LoaderOptions:
+    """The options of ``Loader`` that decide which samples are read, and how.
+
+    batch_size: samples of a batch of one rank
+    rank, world_size: the share of this loader
+    seed, shuffle: order of the samples
+    uneven: treatment of an incomplete last batch of an epoch
+    workers: processes that read ahead; 0 reads on demand
+    prefetch: batches that each worker reads ahead
+    cache: keep samples in memory as they are read
+    collate: function that makes a batch of a list of samples
+    lengths: lengths of the samples, or a function of a sample, to put samples of similar length into one batch
+    pad_value: value of the padding, with ``lengths``
+    bucket_window: batches among which samples are sorted by length
+    shuffle_buffer: samples among which a stream is shuffled
+    shares: relative speeds of the ranks, which divide a global batch; ``batch_size`` is then the average
+    total: samples of a global batch, if ranks do not divide it
+    multiple: number to whose multiple the last batch of an epoch is padded; default: the ranks
+    pack: concatenate sequences without padding, as ``echelon.nn.Packed``; a number pads the tokens to its multiple
+    """
+
     batch_size: int
-    rank: int
-    world_size: int
-    seed: int
-    shuffle: bool
-    uneven: Uneven
-    workers: int
-    prefetch: int
-    cache: bool
-    collate: Any
-    lengths: Any
-    pad_value: Any
-    bucket_window: int
-    shuffle_buffer: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    uneven: Uneven = "pad"
+    workers: int = 0
+    prefetch: int = 2
+    cache: bool = False
+    collate: Any = None
+    lengths: Any = None
+    pad_value: Any = 0
+    bucket_window: int = 64
+    shuffle_buffer: int = 1024
     shares: tuple[float, ...] = ()
     total: int | None = None
     multiple: int | None = None

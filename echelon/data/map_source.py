@@ -56,9 +56,9 @@ class MapSource:
         """Take the order of every epoch from a sampler."""
         options = self._options
         if sampling.in_batches and self._lengths is not None:
-            raise UsageError("batch_sampler= says which samples make a batch, and lengths= does; leave one of them out")
+            raise UsageError("batch_sampler= and lengths= both choose the samples of a batch; leave one of them out")
         if sampling.size == 0:
-            raise DataError(f"{sampling.name} draws no sample; check what it was made with")
+            raise DataError(f"{sampling.name} yields no samples; check its arguments")
         if sampling.size is not None and not sampling.in_batches:
             problem = too_few(sampling.size, options.uneven, options.world_size, options.global_batch)
             if problem:
@@ -143,8 +143,8 @@ class MapSource:
         own = self._options.own(len(indices))
         share = len(indices[own])
         shown = own if share else slice(0, 1)  # fewer samples than ranks: a stand-in batch of weight 0
-        mine, positions = indices[shown], np.arange(start, start + len(indices))[shown]
-        return StepIndices(epoch, mine, positions, share, taken, *self._elements(mine))
+        chosen, positions = indices[shown], np.arange(start, start + len(indices))[shown]
+        return StepIndices(epoch, chosen, positions, share, taken, *self._elements(chosen))
 
     def _padded(self, epoch: int, order: EpochOrder, start: int, stop: int) -> StepIndices:
         extra, draw = self._options.missing(stop - start), numpy_stream(self._options.seed, SeedPurpose.PAD, epoch)

@@ -59,5 +59,5 @@ class RepeatedStream(IterableDataset[Any]):
 
 def _at_least_one(size: int) -> int:
     if size < 1:
-        raise DataError(f"an epoch of {size} samples was asked for; it needs one at least")
+        raise DataError(f"an epoch of {size} samples: expected 1 or more")
     return size

@@ -63,9 +63,7 @@ class EpochSampler:
     def whole(self, epoch: int) -> Indices:
         """Return all indices of an epoch."""
         if self.size is None or self.size > REPLAYED:
-            raise DataError(
-                f"lengths= needs the whole order of an epoch, and {self.name} draws without end; leave it out"
-            )
+            raise DataError(f"lengths= needs the whole order of an epoch, and {self.name} never ends; leave it out")
         return np.array(SamplerPass(self, epoch, self._states_before(epoch)).read(self.size + 1), dtype=np.int64)
 
     def ended(self, epoch: int, states: list[torch.Tensor]) -> None:
@@ -273,7 +271,7 @@ def batches_of(batch_sampler: Any) -> int:
         return size
     found = EpochSampler(batch_sampler, 0, in_batches=True).first_batch()
     if not found:
-        raise DataError(f"{type(batch_sampler).__name__} draws no batch; check what it was made with")
+        raise DataError(f"{type(batch_sampler).__name__} yields no batches; check its arguments")
     return found
 
 

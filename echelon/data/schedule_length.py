@@ -31,7 +31,10 @@ def steps(
     options:        options of ``engine.loader``: ``uneven``, ``sampler``, ``drop_last``, ...
     """
     if epochs < 0 or gradient_merge < 1:
-        raise UsageError(f"steps(epochs={epochs}, gradient_merge={gradient_merge}): epochs from 0 and merges from 1")
+        raise UsageError(
+            f"steps(epochs={epochs}, gradient_merge={gradient_merge}): expected epochs of 0 or more and "
+            "gradient_merge of 1 or more"
+        )
     if isinstance(data, Loader):
         return epochs * len(data) // gradient_merge
     asked = loader_request(data, batch_size, global_batch, options)

@@ -99,7 +99,7 @@ class Vote:
     """This rank's batch for a step, and the all-reduce of the sample counts while it is in progress."""
 
     held: RankBatch | RaggedBatch | Exception
-    tally: torch.Tensor
+    counts: torch.Tensor
     under_way: dist.Work | None
 
 
@@ -138,13 +138,13 @@ class Agreement:
             failed = self._options.rank + 1
         else:
             count = held.share if isinstance(held, RankBatch) else held.own
-        tally = torch.tensor([count, -count, failed])
-        work = dist.all_reduce(tally, dist.ReduceOp.MAX, self._group, async_op=True) if self._group else None
-        return Vote(held, tally, work)
+        counts = torch.tensor([count, -count, failed])
+        work = dist.all_reduce(counts, dist.ReduceOp.MAX, self._group, async_op=True) if self._group else None
+        return Vote(held, counts, work)
 
     def _settle(self, vote: Vote) -> RankBatch | None:
         """Return the batch for this step, or None if the epoch is over according to ``uneven``."""
-        most, least = self._tally(vote)
+        most, least = self._count_votes(vote)
         assert not isinstance(vote.held, Exception)
         over = least < self._options.batch_size if self._options.uneven == "drop" else most == 0
         if over:
@@ -159,14 +159,14 @@ class Agreement:
             return self._source.bind(items, ragged.epoch, share=share, taken=self._options.global_batch)
 
     def _check_full_batch(self, vote: Vote) -> None:
-        _, least = self._tally(vote)
+        _, least = self._count_votes(vote)
         if self._options.uneven == "drop" and least < self._options.batch_size:
             raise DataError(
                 f"uneven='drop' keeps full batches only, but one rank's part of the data holds {least} samples and "
                 f"not {self._options.batch_size}; use a smaller batch_size or uneven='pad'"
             )
 
-    def _tally(self, vote: Vote) -> tuple[int, int]:
+    def _count_votes(self, vote: Vote) -> tuple[int, int]:
         try:
             if vote.under_way is not None:
                 with waiting("agreement on the data left", "", self._group):
@@ -179,7 +179,7 @@ class Agreement:
             ) from None
         if isinstance(vote.held, Exception):
             raise vote.held
-        most, least, failed = vote.tally.tolist()
+        most, least, failed = vote.counts.tolist()
         if failed:
             raise PeerLost(f"rank {failed - 1} could not read its data, so all ranks stop; its own log says why")
         return most, -least

@@ -67,7 +67,7 @@ def _shuffled_by(generator: torch.Generator, data: Any) -> SeedDrawingSampler:
     size = known_length(columns[0] if columns else data)
     if not size:
         raise UsageError(
-            f"generator= decides the order of samples, and {type(data).__name__} is read in its own; leave it out"
+            f"generator= decides the order of samples, but {type(data).__name__} is read in its own order; leave it out"
         )
     return SeedDrawingSampler(RandomSampler(range(size), generator=generator), generator)
 
@@ -89,7 +89,7 @@ def undealt(sampler: Any, options: dict[str, Any]) -> Any:
         return sampler
     if not isinstance(sampler, DistributedSampler):
         raise UsageError(
-            f"{type(sampler).__name__} deals samples out to ranks, and engine.loader() does; pass a sampler of the "
+            f"{type(sampler).__name__} and engine.loader() both distribute samples over ranks; pass a sampler of the "
             "whole order, or add rank=0, world_size=1 to keep this one's shares"
         )
     whole = copy.copy(sampler)
@@ -126,7 +126,7 @@ def _in_our_names(options: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_contradictions(options: dict[str, Any], batch_size: int | None, global_batch: int | None) -> None:
     if "sampler" in options and options.get("shuffle"):
-        raise UsageError("sampler= decides the order, and shuffle=True does; leave one of them out")
+        raise UsageError("sampler= and shuffle=True both decide the order; leave one of them out")
     if "batch_sampler" not in options:
         return
     for name, value in (

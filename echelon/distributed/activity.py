@@ -34,6 +34,7 @@ class SpanRecorder(Protocol):
 
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None
 
+    def note_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> None: ...
     def loaded(self, since: float) -> None: ...
     def lap(self, phase: str, since: float) -> None: ...
     def served(self, kind: str, since: float) -> None: ...
@@ -80,6 +81,18 @@ class Activity:
         self.alike: Sequence[int] = ()
         self.recorder: SpanRecorder | None = None
         self._lapped, self._waited_then = monotonic(), 0.0
+
+    def share_part(self, ranks: Sequence[int]) -> None:
+        """Set the ranks whose part of a step equals this rank's."""
+        self.alike = ranks
+
+    def record_with(self, recorder: SpanRecorder | None) -> None:
+        """Record steps with this recorder from now on; None ends recording."""
+        self.recorder = recorder
+
+    def end_step(self) -> None:
+        """Count a finished step."""
+        self.steps += 1
 
     def enter(self, phase: str) -> None:
         if self.recorder is not None and self.phase == "data":

@@ -79,8 +79,8 @@ def say_launcher_wins(place: RankInfo, trainers: Trainers) -> None:
     count = len(given) if isinstance(given, tuple) else given
     if count is not None and count != place.world_size and place.rank == 0:
         print(
-            f"echelon: join: trainers tells of {count} processes, but {place.launcher} has started "
-            f"{place.world_size}; the launcher's number holds",
+            f"echelon: join: trainers announces {count} processes, but {place.launcher} has started "
+            f"{place.world_size}; the launcher's number is used",
             file=sys.stderr,
         )
 

@@ -127,8 +127,8 @@ def _reach(place: RankInfo, timeout: float, server: str) -> Store:
         caller.join(REACH)
     if not found:
         raise PeerLost(
-            f"rank {place.rank} could not join {server} at {where}: what listens there has not answered as {server} "
-            f"does within {timeout:.0f} s; if another program has that port, choose another "
+            f"rank {place.rank} could not join {server} at {where}: the program that listens there has not answered "
+            f"as {server} does within {timeout:.0f} s; if another program has that port, choose another "
             f"{_setting(place, 'MASTER_PORT')} on all ranks"
         )
     return found[0]
@@ -156,22 +156,23 @@ def _roll_call(place: RankInfo, store: Store, wanted: str, timeout: float) -> st
     """
     everyone = range(place.world_size)
     missing, deadline = set(everyone), time.monotonic() + timeout
-    notice = WaitNotice(f"rank {place.rank}", timeout, "start what is missing, or look into its log")
+    notice = WaitNotice(f"rank {place.rank}", timeout, "start the missing processes, or look at their logs")
     try:
         _compare_lists(place, store)
         store.set(f"here/{place.rank}", wanted)
         while missing := {rank for rank in missing if not store.check([f"here/{rank}"])}:
             if time.monotonic() > deadline:
                 raise PeerLost(
-                    f"rank {place.rank} waited {timeout:.0f} s, but of {place.world_size} processes these did not "
-                    f"join: {_names(place, missing)}; look at their logs, or start them"
+                    f"rank {place.rank} has waited {timeout:.0f} s, but of {place.world_size} processes these have "
+                    f"not joined: {_names(place, missing)}; look at their logs, or start them"
                 )
             notice.look(f"{_names(place, missing)} of {place.world_size} to call echelon.init()")
             time.sleep(LOOK)
         wishes = {bytes(wish).decode() for wish in store.multi_get([f"here/{rank}" for rank in everyone])}
     except dist.DistError:
         raise PeerLost(
-            f"rank {place.rank}: rank 0 has gone, while these had not joined: {_names(place, missing)}; look at its log"
+            f"rank {place.rank}: rank 0 has exited before these joined: {_names(place, missing)}; look at the "
+            "log of rank 0"
         ) from None
     return wishes.pop() if len(wishes) == 1 else "gloo"
 
@@ -184,7 +185,7 @@ def _compare_lists(place: RankInfo, store: Store) -> None:
     first = bytes(store.compare_set("trainers", "", mine)).decode()
     if first != mine:
         raise MismatchError(
-            f"trainer {place.rank} was given the trainers {mine}, but another one of this job {first}; "
+            f"trainer {place.rank} was given the trainers {mine}, but another trainer of this job was given {first}; "
             "give every trainer the same list, in the same order"
         )
 

@@ -61,6 +61,6 @@ def _wait_for(key: str, first: str) -> None:
             pause = min(2 * pause, 0.5)
         ended = bytes(store.get(key)).decode()
     except dist.DistError:
-        raise PeerLost(f"main_process_first(): {first} has gone; look at its log") from None
+        raise PeerLost(f"main_process_first(): {first} has exited; look at its log") from None
     if ended == _FAILED:
-        raise PeerLost(f"main_process_first(): {first} failed, and others do not go on without it; look at its log")
+        raise PeerLost(f"main_process_first(): {first} failed, so the other processes stop too; look at its log")

@@ -90,8 +90,8 @@ def find_role(
         return ALONE
     if not endpoints:
         raise UsageError(
-            f"{_origin(role, 'role', TRAINING_ROLE)} makes this process a server, but nothing says where the servers "
-            f"are; give pservers='host:port,...' or set {PADDLE_SERVERS[0]}"
+            f"{_origin(role, 'role', TRAINING_ROLE)} makes this process a server, but no server endpoints are given; "
+            f"give pservers='host:port,...' or set {PADDLE_SERVERS[0]}"
         )
     workers = _workers(env, trainers)
     own = _own_endpoint(env, current_endpoint)
@@ -179,7 +179,7 @@ def _join_timeout(env: Mapping[str, str], given: float | None) -> float:
     except ValueError:
         raise UsageError(f"{PS_JOIN_TIMEOUT} must be a number of seconds, but it is '{text}'") from None
     if not seconds > 0:
-        raise UsageError(f"a join time-out of {seconds:g} s leaves no time to meet; it must be above 0")
+        raise UsageError(f"the join timeout is {seconds:g} s; it must be above 0")
     return seconds
 
 

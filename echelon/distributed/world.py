@@ -39,7 +39,12 @@ DEFAULT_TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class World:
-    """This process's view of the job it has joined."""
+    """This process's view of the job it has joined: which process it is, and which of how many batches it reads.
+
+    ``rank`` and ``size`` count all training processes. ``mesh_rank`` and ``mesh_size`` count those that run one plan
+    with collectives: all of them, or this process alone if workers are connected through parameter servers only.
+    ``data_rank`` and ``data_size`` say which of how many batches this process reads.
+    """
 
     place: RankInfo
     device: torch.device
@@ -50,6 +55,8 @@ class World:
     #: process, and for parameter-server workers until ``bind``
     control: dist.ProcessGroup | None
     role: Role = ALONE
+    #: index and number of batches in a step if a plan lets several processes share one; None: each has its own
+    batches: tuple[int, int] | None = None
 
     @property
     def rank(self) -> int:
@@ -58,6 +65,35 @@ class World:
     @property
     def size(self) -> int:
         return self.place.world_size
+
+    @property
+    def mesh_rank(self) -> int:
+        return self.rank if self.control is not None else 0
+
+    @property
+    def mesh_size(self) -> int:
+        return self.size if self.control is not None else 1
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The number of processes on this host that run one plan."""
+        return self.place.local_world_size if self.control is not None else 1
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank if self.batches is None else self.batches[0]
+
+    @property
+    def data_size(self) -> int:
+        return self.size if self.batches is None else self.batches[1]
+
+    def reading(self, index: int, count: int) -> World:
+        """Return the world of a process that reads batch ``index`` of the ``count`` batches of a step."""
+        return replace(self, batches=(index, count))
+
+    def without_collectives(self) -> World:
+        """Return the world of a worker that is connected to the others through parameter servers only."""
+        return replace(self, backend="none", control=None)
 
 
 _world: World | None = None
@@ -135,7 +171,7 @@ def bind(backend: str | None = None) -> World:
     if world.size > 1 and world.control is None:
         if not world.place.master_addr:
             raise UsageError(
-                "workers on several hosts need a place to meet before they can be bound together; give every "
+                "workers on several hosts need a rendezvous address for bind(); give every "
                 "'echelon run' the same --master HOST:PORT, or set MASTER_ADDR and MASTER_PORT"
             )
         from echelon.parameter_server.worker.server_connections import announce_worker

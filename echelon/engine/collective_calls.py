@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
@@ -181,7 +181,8 @@ def _compare_data(found: Sequence[Any]) -> str | None:
     if known[strangers[0]].read != known[first].read:
         return (
             f"rank {strangers[0]} reads other samples from its stream than rank {first}; engine.loader() lets all "
-            "ranks read one stream, of which each keeps its share: let the stream not go by the rank, or add rank=0, "
+            "ranks read one stream, of which each keeps its share: make the stream independent of the rank, or add "
+            "rank=0, "
             "world_size=1 where each rank keeps all that it reads"
         )
     if known[strangers[0]].contents == known[first].contents:
@@ -200,9 +201,11 @@ def _compare_data(found: Sequence[Any]) -> str | None:
 class CollectiveCaller(Protocol):
     """An object with collective calls, such as an engine."""
 
-    steps: int
+    @property
+    def steps(self) -> int: ...
 
-    def answer_roll(self, call: str, *args: Any, **named: Any) -> None: ...
+    def _answer_roll(self, call: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Compare this call on all ranks."""
 
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -219,7 +222,7 @@ def collective_call(phase: str) -> Callable[[Call], Call]:
             inner = bool(activity.call)
             with calling(call, self.steps + 1, phase):
                 if not inner:
-                    self.answer_roll(call, *args, **named)
+                    self._answer_roll(call, args, named)
                 return method(self, *args, **named)
 
         return cast(Call, called)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,28 +15,26 @@ from echelon.engine.update import Optimizers, parameters_of
 from echelon.parallel.clip import clip_gradients
 
 if TYPE_CHECKING:
-    from echelon.distributed.world import World
-    from echelon.engine.consistency import ConsistencyChecker
     from echelon.engine.forward_backward import ForwardBackward
     from echelon.engine.parallelize import ParallelModel
+    from echelon.engine.run_context import RunContext
     from echelon.engine.update import OptimizerUpdate
-    from echelon.plan import Plan
 
 
 class OwnLoop:
     """Collective calls on gradients for a user's own loop, exact on replicas, shards and splits."""
 
-    world: World
-    plan: Plan
-    steps: int
-    answer_roll: Callable[..., None]
-    _company: ConsistencyChecker
+    _run: RunContext
+    _parts: ParallelModel
     _passes: ForwardBackward
     _updates: OptimizerUpdate
 
     if TYPE_CHECKING:
 
-        def _assembled(self, batch: Any = None) -> ParallelModel: ...
+        @property
+        def steps(self) -> int: ...
+
+        def _answer_roll(self, call: str, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> None: ...
 
     @collective_call("communicate")
     def reduce(self, optimizer: str | None = None, samples: float | None = None) -> None:
@@ -45,7 +43,6 @@ class OwnLoop:
         From here to ``update``, a parameter's ``.grad`` is the global gradient; under ``shard`` and ``split``, it is
         the part that this rank holds. No ``backward`` may follow before ``update``.
         """
-        self._assembled()
         self._reduce_early(self._updates.chosen(optimizer), samples)
 
     @collective_call("communicate")
@@ -54,24 +51,22 @@ class OwnLoop:
 
         After ``step`` with ``clip``, the result is the norm after clipping.
         """
-        parts = self._assembled()
         chosen = self._updates.chosen(optimizer)
         self._refuse("grad_norm")
         self._reduce_early(chosen)
-        with self._company.explained():
-            return parts.census.norm(parameters_of(chosen), self.world.device)
+        with self._run.checker.explained():
+            return self._parts.census.norm(parameters_of(chosen), self._run.world.device)
 
     @collective_call("communicate")
     def clip_grad_norm_(self, max_norm: float, optimizer: str | None = None) -> Tensor:
         """Scale the gradients that wait for ``update`` to a joint 2-norm of at most ``max_norm``; return their norm."""
-        parts, chosen = self._assembled(), self._waiting("clip_grad_norm_", optimizer)
-        with self._company.explained():
-            return clip_gradients(parameters_of(chosen), float(max_norm), parts.census, self.world.device)
+        chosen = self._waiting("clip_grad_norm_", optimizer)
+        with self._run.checker.explained():
+            return clip_gradients(parameters_of(chosen), float(max_norm), self._parts.census, self._run.world.device)
 
     @collective_call("communicate")
     def clip_grad_value_(self, clip_value: float, optimizer: str | None = None) -> None:
         """Clamp the gradients that wait for ``update`` to the range from ``-clip_value`` to ``clip_value``."""
-        self._assembled()
         with torch.no_grad():
             clip_values(parameters_of(self._waiting("clip_grad_value_", optimizer)), float(clip_value))
 
@@ -91,12 +86,13 @@ class OwnLoop:
         return chosen
 
     def _refuse(self, call: str) -> None:
-        if self.plan.low_memory is not None or self.plan.dgc is not None:
-            by = "low_memory" if self.plan.low_memory is not None else "dgc"
+        plan = self._parts.plan
+        if plan.low_memory is not None or plan.dgc is not None:
+            by = "low_memory" if plan.low_memory is not None else "dgc"
             raise UsageError(
                 f"{call}(): {by} does not keep whole gradients to look at; leave it out, or train without {by}"
             )
 
     def _reduce_early(self, optimizers: Collection[str], samples: float | None = None) -> None:
-        with self._company.explained():
+        with self._run.checker.explained():
             self._passes.reduce_early(optimizers, samples, self.steps)

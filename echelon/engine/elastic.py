@@ -69,9 +69,13 @@ class ElasticState:
         rule: elastic rule in force; None without one, and every start then counts as the beginning
         """
         self.rule, self._ranks = rule, ranks
-        self.replicas = 1  #: current number of replicas, set with the plan
+        self.replicas = 1  #: current number of replicas
         self._first: dict[str, Any] | None = None  # facts of the beginning if training began in another run
         self._batches: list[int] = []  # global batch of each loader of this run, in the order of creation
+
+    def use_replicas(self, replicas: int) -> None:
+        """Set the current number of replicas, which the plan determines."""
+        self.replicas = replicas
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the beginning, to be stored in a checkpoint."""
@@ -87,8 +91,9 @@ class ElasticState:
         for made, begun in zip(self._batches, self._first["batches"], strict=False):
             if self.rule.batch == "keep" and made != begun:
                 raise UsageError(
-                    f"training began with a global batch of {begun}, and a loader of {made} was made before its state "
-                    "was loaded; load it before, or name it with distribute(checkpoint=...)"
+                    f"training began with a global batch of {begun}, and a loader of {made} was made before the "
+                    "checkpoint "
+                    "was loaded; load the checkpoint first, or give distribute(checkpoint=...)"
                 )
 
     @property
@@ -166,7 +171,7 @@ def fit_to_ranks(
         return marks, cluster, None
     copies = ranks // (found.stage * found.split)
     shape = words(found.stage, found.split) + (f" x {copies} replicas" if copies > 1 else "")
-    line = f"{ranks} ranks do not make {found.asked}; going on with {shape}"
+    line = f"{ranks} ranks do not fit {found.asked}; continuing with {shape}"
     return _merged(marks, found.stage), Slices(average=found.stage * found.split), line
 
 

@@ -13,247 +13,132 @@ from torch import Tensor, nn
 
 from echelon.base.errors import LossError, UsageError
 from echelon.base.mesh import AXES
-from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.data import Loader
-from echelon.data.torch_loader import loader_request, refuse_unnamed
+from echelon.data.torch_loader import LoaderRequest
 from echelon.distributed.activity import activity
-from echelon.distributed.local_state import LocalState
-from echelon.distributed.mesh_groups import MeshGroups
-from echelon.distributed.process_groups import ProcessGroups
-from echelon.distributed.replicas import broadcast_state
-from echelon.distributed.world import World, seed_for_rank
+from echelon.distributed.world import World
 from echelon.engine.checkpointing import CheckpointManager
-from echelon.engine.collective_calls import check_same_plan, collective_call
-from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.collective_calls import collective_call
 from echelon.engine.custom_loop import OwnLoop
-from echelon.engine.elastic import Elastic, ElasticState
+from echelon.engine.early_calls import NOTHING_EARLY, EarlyCalls
 from echelon.engine.ema import MovingAverage
-from echelon.engine.forward_backward import ForwardBackward, refuse_own_loop
+from echelon.engine.forward_backward import ForwardBackward, PreparedBatch, StepLoss, refuse_own_loop
 from echelon.engine.in_memory.checkpointer import MemoryCheckpointer
-from echelon.engine.leftover_batches import epoch_leftover, run_leftover
-from echelon.engine.loaders import LoaderFactory
+from echelon.engine.leftover_batches import run_leftover
+from echelon.engine.loaders import training_request
 from echelon.engine.local_gradients import LocalGradients
-from echelon.engine.lr_schedules import AnyScheduler, LRSchedulers
-from echelon.engine.parallelize import ParallelModel, parallelize
-from echelon.engine.preemption import PreemptionHandler
-from echelon.engine.replace_optimizers import replaced_decay
+from echelon.engine.lr_schedules import AnyScheduler
+from echelon.engine.parallelize import parallelize
+from echelon.engine.planned_run import PlannedRun
 from echelon.engine.replica_buffers import replica_buffers
 from echelon.engine.replica_sync import ReplicaSync
 from echelon.engine.resume import StateRestorer
-from echelon.engine.shutdown import ExitHook
+from echelon.engine.run_context import RunContext
+from echelon.engine.run_view import RunView
 from echelon.engine.startup_log import announcement, placement
-from echelon.engine.update import OptimizerUpdate
+from echelon.engine.update import OptimizerUpdate, UpdateRecord
 from echelon.engine.whole_model import whole_state
-from echelon.fastpath.fast_path import FastPath, fast_path, prepare
-from echelon.observability.metrics import Log, MetricsLogger
-from echelon.observability.metrics.run_logger import RunLogger
-from echelon.observability.runlog.events import Kind
-from echelon.observability.runlog.run_log_writer import RunLogWriter
-from echelon.observability.trace.trace_session import TraceSession, requested_session
-from echelon.optim.grad_scaler import check_precision
+from echelon.fastpath.fast_path import fast_path, prepare
+from echelon.observability.engine_view import EngineView
 from echelon.parallel.data.batch_norm import stand_in_batch
-from echelon.parallel.data.batch_rows import BatchRows
-from echelon.parallel.data.global_loss import GlobalLoss, PipelineGlobalLoss
 from echelon.parallel.evaluate import EvalOutput, Metric, evaluate
-from echelon.parallel.kv_cache import CacheSwitch
 from echelon.parallel.lr_scaling import rate_factor
-from echelon.parallel.objective import LossFunction, Objective, as_batch, count_samples
-from echelon.parallel.step_guard import StepGuard
+from echelon.parallel.objective import as_batch, count_samples
 from echelon.plan import Plan
-from echelon.strategy.annotations.annotate import ModelMarks
 
 if TYPE_CHECKING:
-    from echelon.parallel.data.local_sgd import LocalSgdAverager
     from echelon.parameter_server.worker.session import ParameterServerSession
-    from echelon.plan.saved_plan import SavedPlan
-    from echelon.planner.apply.auto import AutoPlanner
-    from echelon.planner.apply.trial import Trial
 
 
 class Engine(OwnLoop):
     """Trains one model; created by ``echelon.distribute``. ``step(*batch)`` is a whole training step for any plan."""
 
-    def __init__(
-        self,
-        world: World,
-        groups: ProcessGroups,
-        model: nn.Module,
-        loss: LossFunction | None,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        schedulers: Sequence[AnyScheduler],
-        plan: Plan,
-        marks: ModelMarks,
-        checkpoint: Checkpoint | None,
-        log: Log,
-        served: ParameterServerSession | None = None,
-        choosing: AutoPlanner | None = None,
-        elastic: Elastic | None = None,
-        trial: Trial | None = None,
-    ) -> None:
-        self.world, self.model = world, model
-        self.served = served  #: parameter-server session if tables or parameters live on servers
-        self.worker = served.worker if served and served.dense else world.rank  #: index among the training processes
-        self.trial = trial  #: set in a process that only times a candidate of ``auto``
-        self._schedules = LRSchedulers(schedulers, optimizers.values(), self.say)
-        #: output of the model in the last ``step(..., outputs=True)``; None on all stages of a pipeline but the last
-        self.output: Any = None
-        self.steps = 0  #: updates so far, including those skipped because of an overflow
-        self.total_steps: int | None = None  #: steps shown on the console if the loop ends before its epochs do
-        self.optimizers = dict(optimizers)  #: the optimizers that take the steps
-        self._company = ConsistencyChecker(
-            world, groups, lambda: self.steps + 1, lambda line: self.say(line, "warning")
-        )
-        self.answer_roll = self._company.answer_roll  #: called before each collective call
-        self._one = ReplicaSync(model, self._company, served)
-        self._given, self._judged_by = optimizers, loss  # the user's optimizers, which the schedulers drive
-        self._guard = StepGuard(optimizers.values(), alone=world.size == 1 and served is None, say=self.say)
-        self._choosing = choosing  # set until the plan is known
-        self._parts: ParallelModel | None = None  # None until ``assemble``
-        self._fast: FastPath | None = None
-        self._caches: CacheSwitch | None = None  # None until ``begin``
-        self._local: LocalSgdAverager | None = None
-        self._loader: Loader | None = None
-        self._leaving: PreemptionHandler | None = None
-        self._log, self._watch = log, MetricsLogger(log, world.device, self.worker)
-        self._clock = self._watch.clock
-        self._timeline: TraceSession | None = requested_session(log, self._watch.directory)
-        self.record = RunLogWriter(self._watch.directory, self.worker)  #: writes the run log
-        self._voice = RunLogger(self._watch, self.record, speaks=self.worker == 0)
-        self._beginning = ElasticState(elastic, world.size)
-        self._take(plan, marks)
-        self._keeper = CheckpointManager(world, self.stream, self._schedules, checkpoint)
-        self._keeper.beginning = self._beginning
-        self._keeper.saved = self._voice.saved
-        self._keeper.claims.say, self._keeper.claims.writes = self.say, self.worker == 0
-        self._memories: MemoryCheckpointer | None = None
-        if trial is None and served is None:  # servers have their own journal
-            self._memories = MemoryCheckpointer.find(
-                world,
-                keeper=self._keeper,
-                company=self._company,
-                statistics=self._one.has_local_statistics,
-                say=self.say,
-            )
-        self._resuming = StateRestorer(world, self._keeper, served, self._memories, self._voice)
-        #: moving average of the weights, which ``engine.ema(decay=0.999)`` starts
-        self.ema = MovingAverage(world, self._company, self._one, self._keeper, served, lambda: self.steps, self.say)
-        self._ending = ExitHook(self._finish)
+    def __init__(self, planned: PlannedRun, batch: Any = None, early: EarlyCalls = NOTHING_EARLY) -> None:
+        """Parallelize the model and restore the state that waited for it. All ranks call it together.
 
-    def _take(self, plan: Plan, marks: ModelMarks, found: SavedPlan | None = None) -> None:
-        self.plan, self._marks = plan, marks
-        self.found = found  #: plan from ``auto`` or a file; None if the plan was made from marks and strategy
-        self._grid = MeshGroups(plan.mesh, plan.order, self.world.rank, self._company.groups)
-        self.place = self._grid.coords  #: this rank's index along every axis of the mesh
-        #: index of this rank's RNG stream; ranks that share a batch have the same one, so their dropout is equal
-        self.stream = self.worker if plan.batch_per_split_rank or self.world.size == 1 else self._grid.ranks("split")[0]
-        self._objective = Objective(self.model, self._judged_by, plan.amp, self.world.device)
-        self._notices = replaced_decay(plan, self._given)
-        self._feeding = LoaderFactory(
-            self.world, plan, self._grid, self._beginning, self.served, by_rank=found is not None
-        )
-        self._company.is_fed = self._feeding.is_fed
-        self._one.takes(plan, self._grid)
-        alone = self.served is not None and self.served.dense and self.served.workers > 1
-        self._rows = BatchRows(plan, self._grid, alone)
-
-    def begin(self, plan: Plan, marks: ModelMarks, batch: Any = None, found: SavedPlan | None = None) -> None:
-        """Start training with this plan, on all ranks together.
-
-        plan:  plan to use
-        marks: marks of the model
-        batch: sample batch, to partition a pipeline now; default: the first batch of ``step``
-        found: plan from ``auto`` or a file that ``plan`` was made from; None otherwise
+        batch: sample batch; a pipeline is partitioned by tracing its forward pass
+        early: what the script asked for before the engine was created
         """
-        check_precision(plan.amp, self.world.device)
-        if self.world.control is not None:
-            check_same_plan(plan, self.world.control)
-            self._company.meet()
-            broadcast_state(self.model)
-        self._take(plan, marks, found)
-        self._choosing, self._keeper.stream = None, self.stream
-        self._caches = CacheSwitch(self.model, plan)
-        self._notices += self._caches.notices
-        if found is not None and found.predicted is not None:
-            held = sum(value.untyped_storage().nbytes() for value in self.model.parameters())
-            self._watch.foretell(found.predicted.seconds, found.predicted.memory[self.place["stage"]], held)
-        if batch is not None or plan.mesh.get("stage", 1) == 1:
-            self.assemble(batch)
-        seed_for_rank(self.world.seed, self.stream)
-        self.announce()
-        self.record.begun(self)
-        if self._timeline is not None:
-            self._timeline.begin(self)
-
-    def assemble(self, batch: Any = None) -> None:
-        """Parallelize the model. A pipeline needs a batch, because it is partitioned by tracing a forward pass."""
-        prepare(self.model, self.plan.fast)
-        parts = parallelize(
-            world=self.world,
-            company=self._company,
-            grid=self._grid,
-            model=self.model,
-            objective=self._objective,
-            given=self._given,
-            plan=self.plan,
-            marks=self._marks,
+        run, grid = planned.run, planned.grid
+        self._run, self._planned = run, planned
+        prepare(run.model, planned.plan.fast)
+        self._parts = parts = parallelize(
+            world=run.world,
+            company=run.checker,
+            grid=grid,
+            model=run.model,
+            objective=planned.objective,
+            given=run.optimizers,
+            plan=planned.plan,
+            marks=planned.marks,
+            batches=planned.batches,
             batch=batch,
         )
-        self._parts, self.plan, self.optimizers = parts, parts.plan, parts.optimizers
-        self._gradients, self._local = parts.gradients, parts.local
-        if self.plan.low_memory is not None:
-            from echelon.parallel.low_memory.adam import attend
-
-            self._notices += attend(self.optimizers, lambda: self._rate_factor(self.steps + 1), lambda: self._memories)
-        self._furnish(parts)
-        for line in parts.remarks:
-            self.say(line, "warning")
-        if self._log.placement:
-            for line in placement(self.plan, self._marks, self.world.place.local_world_size, parts.cut):
-                self._watch.say(line)
-        if self.served is not None:
-            self.served.open(next(iter(self.optimizers.values())), parts.holdings.parameters)
-            self.served.blob = lambda: self._keeper.pack_worker_state(self.steps + 1)
-            self._ending.comes_first()  # it must run while the channels to servers are open
-        self.steps = self._resuming.takes(parts, self.steps)
-        self.record.assembled(self)
-
-    def _furnish(self, parts: ParallelModel) -> None:
-        """Create or update the parts of the engine that need the parallel model."""
-        plan, grid = parts.plan, self._grid
-        group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else []))  # ranks with one global loss
-        group = None if parts.local else group  # under local SGD ranks step alone
-        parts.gradients.meet(group)
-        self._fast = fast_path(plan, self.model, self._objective, self._given, self.say)
-        self._rows.open()
+        self._fast = fast_path(parts.plan, run.model, planned.objective, run.optimizers, self._forward, run.say)
+        buffers = replica_buffers(
+            model=run.model,
+            plan=parts.plan,
+            grid=grid,
+            control=run.world.control,
+            company=run.checker,
+            say=lambda line: run.say(line, "warning"),
+        )
+        self._clock = run.metrics.clock
         self._passes = ForwardBackward(
-            world=self.world,
+            world=run.world,
             grid=grid,
             parts=parts,
-            objective=self._objective,
+            objective=planned.objective,
             fast=self._fast,
-            group=group,
+            buffers=buffers,
             clock=self._clock,
-            rows=self._rows,
-            say=self.say,
-            served=self.served is not None,
+            rows=planned.rows,
+            say=run.say,
+            forward=self._forward,
+            pushes=run.backend.pushes,
         )
-        self._updates = OptimizerUpdate(
-            self.world, self._given, self._schedules, self.served, parts, self._company, self._guard
-        )
-        self._local_gradients = LocalGradients(parts, self._passes, self._reduce_early, self.say)
-        self._company.takes(plan, grid, parts.local)
-        self._one.local = parts.local
-        self._passes.buffers = self._one.buffers = replica_buffers(
-            model=self.model,
-            plan=plan,
-            grid=grid,
-            control=self.world.control,
-            company=self._company,
-            say=lambda line: self.say(line, "warning"),
-        )
-        self._keeper.takes(parts)
-        self.ema.takes(parts)
-        activity.alike = grid.ranks(*(axis for axis in AXES if axis != "stage"))
+        self._updates = OptimizerUpdate(run, parts)
+        self._local_gradients = LocalGradients(parts, self._passes, self._reduce_early, run.say)
+        self._replicas = ReplicaSync(run, grid, parts, buffers)
+        self._ema = MovingAverage(run, parts, self._replicas, self._answer_roll, early.ema)
+        self._checkpoints = CheckpointManager(run, planned.world, planned.stream, parts, self._ema)
+        self._memories = self._memory_checkpointer()
+        self._restorer = StateRestorer(run, self._checkpoints, parts, self._ema, early.state)
+        self._own_view = RunView(planned, parts, self._passes)
+        self._output: Any = None
+        run.positions.note_settings(parts.optimizers, run.schedules.all)
+        if parts.plan.low_memory is not None:
+            from echelon.parallel.low_memory.adam import attend
+
+            notices = attend(parts.optimizers, lambda: self._rate_factor(self.steps + 1), lambda: self._memories)
+            planned.notices.extend(notices)
+        activity.share_part(grid.ranks(*(axis for axis in AXES if axis != "stage")))
+        self._open()
+
+    def _open(self) -> None:
+        """Log what the model has become, join the servers' job, and restore state that waited for the model."""
+        run, parts = self._run, self._parts
+        for line in parts.remarks:
+            run.say(line, "warning")
+        if run.log.placement:
+            for line in placement(parts.plan, self._planned.marks, run.world.ranks_per_host, parts.cut):
+                run.metrics.say(line)
+        first = next(iter(parts.optimizers.values()))
+        run.backend.open(first, parts.holdings.parameters, lambda: self._checkpoints.pack_worker_state(self.steps + 1))
+        run.exit.add(self._finish)
+        run.progress.resume_at(self._restorer.finish(self.steps))
+        run.record.assembled(self._view)
+
+    def _memory_checkpointer(self) -> MemoryCheckpointer | None:
+        run = self._run
+        if run.snapshots is None:
+            return None
+        statistics = self._replicas.has_local_statistics
+        return MemoryCheckpointer(run.snapshots, run.world, self._checkpoints, run.checker, statistics, run.say)
+
+    def _start_timeline(self) -> None:
+        if self._run.timeline is not None:
+            self._run.timeline.begin(self._view)
 
     # ---- training ----
 
@@ -270,24 +155,22 @@ class Engine(OwnLoop):
 
         With ``outputs=True``, ``engine.output`` is the output of the model for this rank's batch.
         """
+        run = self._run
         self._clock.lap("data")
-        if self.trial is not None:
-            self.trial.run(self, itertools.repeat((batch, named)))
-        with self._company.explained():
-            inputs = as_batch(batch, named, self.world.device)
-            if self._fast is not None:
-                inputs = self._fast.arrange(inputs)
-            rows = self._feeding.rows(inputs, samples)
-            self._assembled(inputs)
-            self._company.compare(inputs)
-            self._ask_outputs(outputs)
-            self._schedules.before_pass(self._epoch)
+        if run.trial is not None:
+            run.trial.run(self, itertools.repeat((batch, named)))
+        with run.checker.explained():
+            prepared = self._prepare(batch, named, samples, outputs)
             # rows of sparse tables are fetched before the forward pass and kept until the update
-            with stand_in_batch(rows == 0), self.served.step(inputs) if self.served else contextlib.nullcontext():
-                tally = self._pass(inputs, rows, samples)
+            with run.backend.step(prepared.inputs):
+                loss = self._forward_backward(prepared)
+                is_complete = self._reduce(loss, prepared)
             if outputs:
-                self._take_outputs(inputs)
-        return self._apply(self.optimizers, tally) if self._gradients.ready else tally.loss
+                self._take_outputs(prepared.inputs)
+            if not is_complete:  # a later pass completes the update
+                return loss.loss
+            update = self._update(self._parts.optimizers, loss)
+        return self._observe(update)
 
     def backward(self, loss: Tensor, samples: float | None = None) -> None:
         """Accumulate the gradients of this loss in a user's own loop. They stay local until ``update`` or ``reduce``.
@@ -295,20 +178,14 @@ class Engine(OwnLoop):
         samples: the same as in ``update``, but known before backward; synchronized batch norm needs it if the batches
                  of replicas have different sizes
         """
-        self._need_plan()
-        refuse_own_loop(self.plan, self.served is not None)
-        self._schedules.before_pass(self._epoch)
+        refuse_own_loop(self.plan, self._run.backend.pushes)
+        self._run.schedules.before_pass(self._planned.loaders.epoch)
         self._passes.add(loss, samples)
         self._local_gradients.added()
 
     def __call__(self, *batch: Any, **named: Any) -> NoReturn:
         """Raise ``UsageError``: other frameworks' engines are called like the model, this one is not."""
         raise UsageError("the engine is not the model; call engine.step(*batch) to train, or engine.model(...)")
-
-    @property
-    def has_own_loop(self) -> bool:
-        """True if ``backward`` has been called."""
-        return self._passes.has_own_loop
 
     @collective_call("communicate")
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
@@ -317,14 +194,14 @@ class Engine(OwnLoop):
         The weight of each rank in the mean is the count that its loss averages over. ``samples``, here or in
         ``backward``, sets this count if it cannot be found from the loss. If it is unknown, all ranks count equally.
         """
-        self._need_plan()
         chosen = self._updates.chosen(optimizer)
         self._clock.lap("backward")
         self._local_gradients.about_to_reduce()
-        with self._company.explained():
-            tally = self._passes.reduce(chosen, samples, self.steps)
-        self._clock.lap("communicate")
-        self._apply(chosen, tally)
+        with self._run.checker.explained():
+            loss = self._passes.reduce_local(chosen, samples, self.steps)
+            self._clock.lap("communicate")
+            update = self._update(chosen, loss)
+        self._observe(update)
 
     @collective_call("evaluate")
     def evaluate(
@@ -345,13 +222,13 @@ class Engine(OwnLoop):
         metrics:    metrics by name, or their names
         ema:        True to evaluate the averaged weights
         """
-        self._need_plan()
-        self._feeding.taken()  # discards the sample count of an earlier batch
-        batches = self._feeding.judged(data, batch_size, collate, self.say)
-        with self.ema.applied() if ema else contextlib.nullcontext(), self._one.shown():
-            results = evaluate(self.model, self._judge, batches, metrics, self.world, self._feeding.taken)
+        loaders = self._planned.loaders
+        loaders.taken()  # discards the sample count of an earlier batch
+        batches = loaders.evaluation(data, batch_size, collate)
+        with self._ema.applied() if ema else contextlib.nullcontext(), self._replicas.shown():
+            results = evaluate(self.model, self._judge, batches, metrics, self._run.world, loaders.taken)
         prefix = "eval_ema_" if ema else "eval_"
-        self._watch.note({"step": self.steps, **{f"{prefix}{name}": value for name, value in results.items()}})
+        self._run.metrics.note({"step": self.steps, **{f"{prefix}{name}": value for name, value in results.items()}})
         return results
 
     @collective_call("communicate")
@@ -361,7 +238,7 @@ class Engine(OwnLoop):
         Replicas that step alone (localsgd) are averaged. If servers hold the parameters, those are fetched. In all
         other cases replicas are equal already.
         """
-        self._one.meet()
+        self._replicas.meet()
 
     def loader(
         self, dataset: Any, *sizes: Any, batch_size: int | None = None, global_batch: int | None = None, **options: Any
@@ -372,49 +249,24 @@ class Engine(OwnLoop):
         ``auto`` or from a file, ``batch_size`` is per rank, even if several ranks make up a replica. See
         ``echelon.data.Loader`` for the options.
         """
-        refuse_unnamed(sizes)
-        dataset, batch_size, global_batch, options, origin = loader_request(dataset, batch_size, global_batch, options)
-        if origin:
-            self.say(origin)
-        batch_size, global_batch = self._beginning.sizes(batch_size, global_batch)
-        if self._choosing is not None:
-            self._choosing.plan_from_data(self, dataset, batch_size, global_batch, options)
-        ahead = self.served.ahead if self.served else None
-        loader = self._feeding.training(dataset, batch_size, global_batch, self.say, ahead, options)
-        self._keeper.register(loader)
-        self._loader = loader if self._loader is None else self._loader
-        self._company.register_dataset(loader.likeness)
-        self._tell(epoch_leftover(loader, self.plan.gradient_merge))
-        if self.found is not None and self.found.draft.batch != loader.global_batch:
-            self.say(f"the plan was made for a global batch of {self.found.draft.batch}; another may be quicker here")
-        if self.trial is not None:
-            self.trial.run(self, (((batch,), {}) for _ in itertools.count() for batch in loader))
+        loader = self._open_loader(training_request(self._run, dataset, sizes, batch_size, global_batch, options))
+        if self._run.trial is not None:
+            self._run.trial.run(self, (((batch,), {}) for _ in itertools.count() for batch in loader))
         return loader
 
-    @property
-    def scheduler(self) -> Sequence[AnyScheduler]:
-        """The schedulers that the engine steps."""
-        return self._schedules.all
-
-    @scheduler.setter
-    def scheduler(self, given: AnyScheduler | Sequence[AnyScheduler]) -> None:
-        """Set schedulers after ``distribute`` and before training, if they need the length of the loader."""
-        self._schedules.attach_late(given)
-
-    def _epoch(self) -> int | None:
-        return None if self._loader is None else self._loader.epoch
+    def _open_loader(self, asked: LoaderRequest) -> Loader:
+        return self._planned.loaders.training(asked)
 
     # ---- checkpoints ----
 
     @collective_call("save")
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         """Write a checkpoint of the whole training state and return its path; all ranks call it together."""
-        self._assembled()
         self._passes.losses.look()
-        self.ema.before_save()
-        own = self._keeper.own_state()
-        with self._one.shown():
-            return self._keeper.save(directory, self.steps, own, wait, self.served)
+        self._ema.before_save()
+        own = self._checkpoints.own_state()
+        with self._replicas.shown():
+            return self._checkpoints.save(directory, self.steps, own, wait)
 
     @collective_call("communicate")
     def whole_state(self) -> dict[str, Tensor]:
@@ -422,21 +274,19 @@ class Engine(OwnLoop):
 
         Under ``split``, a pipeline or ``shard`` the ``model`` of a rank holds only parts of it.
         """
-        parts = self._assembled()
-        with self._company.explained(), self._one.shown():
-            return whole_state(
-                parts.holdings, self.world.control, self.plan.is_model_parallel or self.plan.shard is not None
-            )
+        is_sharded = self.plan.is_model_parallel or self.plan.shard is not None
+        with self._run.checker.explained(), self._replicas.shown():
+            return whole_state(self._parts.holdings, self._run.world.control, is_sharded)
 
     @collective_call("load")
     def load(self, path: str | Path) -> None:
         """Load a checkpoint, or the newest one in a directory; any number of processes may have saved it."""
-        self.ema.refuse("engine.load()")
-        self.steps = self._resuming.load(path)
+        self._ema.refuse("engine.load()")
+        self._run.progress.resume_at(self._restorer.load(path))
 
     def resume(self) -> None:
         """Resume from in-memory snapshots or from the newest checkpoint of ``distribute(checkpoint=...)``, if any."""
-        self.steps = self._resuming.newest(self.steps)
+        self._run.progress.resume_at(self._restorer.newest(self.steps))
 
     # ---- ending ----
 
@@ -445,132 +295,132 @@ class Engine(OwnLoop):
 
         Background work is also finished when the process exits.
         """
-        self._ending.now()
-        if self._caches is not None:
-            self._caches.restore()
-        self._guard.close()
-        if self._parts is not None:
-            self._local_gradients.close()
-        self._company.close()
-        self._keeper.close()
+        self._run.exit.now()
+        self._planned.caches.restore()
+        self._local_gradients.close()
+        self._checkpoints.close()
+        self._run.close()
 
-    def heed_signals(self) -> None:
-        """Handle SIGTERM and SIGUSR1: after either signal to any rank, all ranks save and exit after the same step."""
-        self._leaving = PreemptionHandler(self.world, self.worker)
-
-    def _leave(self, leaving: PreemptionHandler) -> NoReturn:
+    def _leave(self) -> NoReturn:
         """Save and exit, on all ranks after the same step. A worker of parameter servers exits alone."""
         if self._memories is not None:
             self._memories.after(self.steps, at_once=True)
-        if self._keeper.kept_in is not None:
+        directory = self._run.checkpoints.directory
+        if directory is not None:
             self.save(wait=True)
-        leaving.leave(self.steps, self._keeper.kept_in, self.say)
+        self._run.preemption.leave(self.steps, directory, self._run.say)
 
     def _finish(self, error: BaseException | None) -> None:
         """Finish background work.
 
         error: exception that ends the process; None without one
         """
-        if error is None and self._parts is not None:
-            merged, waits = self._gradients.merged, self._passes.is_waiting
-            self._tell(run_leftover(merged, self.plan.gradient_merge, waits))
-        if self.served is not None:
-            self.served.leave(error is None, self.say if self.worker == 0 else None)
-        if self._timeline is not None:
-            self._timeline.close(self)
-        self._watch.close(error)
-        self._keeper.wait()
+        if error is None:
+            merged, waits = self._parts.gradients.merged, self._passes.is_waiting
+            if (line := run_leftover(merged, self.plan.gradient_merge, waits)) is not None:
+                self._run.say(line)
+        self._run.backend.leave(error is None, self._run.say)
+        if self._run.timeline is not None:
+            self._run.timeline.close(self._view)
+        self._checkpoints.wait()
         if self._memories is not None:
             self._memories.close()
-        if self._leaving is not None:
-            self._leaving.close()
-        self.record.closed(self, error)
+        if error is None:
+            self._run.record.measured(self._view)
 
     # ---- inside a step ----
 
-    def _assembled(self, batch: Any = None) -> ParallelModel:
-        if self._choosing is not None and batch is not None:
-            self._choosing.plan_from_batch(self, batch)
-        self._need_plan()
-        if self._parts is None:
-            if batch is None:
-                raise UsageError(
-                    "the pipeline is cut by its first batch, and there was none; call step() first, or give "
-                    "distribute(sample=batch)"
-                )
-            self.assemble(batch)
-        assert self._parts is not None
-        return self._parts
+    def _prepare(
+        self, batch: tuple[Any, ...], named: dict[str, Any], samples: float | None, outputs: bool
+    ) -> PreparedBatch:
+        """Move the batch to the device, count its rows and compare it with other ranks' batches in the first steps."""
+        inputs = as_batch(batch, named, self._run.world.device)
+        if self._fast is not None:
+            inputs = self._fast.arrange(inputs)
+        loaders = self._planned.loaders
+        rows = loaders.rows(inputs, samples)
+        self._planned.batches.compare(inputs)
+        self._ask_outputs(outputs)
+        self._run.schedules.before_pass(loaders.epoch)
+        return PreparedBatch(inputs, rows, samples)
 
-    def _need_plan(self) -> None:
-        if self._choosing is not None:
-            raise UsageError(
-                "auto finds its plan with the first batch of engine.loader() or engine.step(), and there was none; "
-                "begin with one of them, or give distribute(sample=batch)"
-            )
+    def _forward_backward(self, batch: PreparedBatch) -> StepLoss:
+        """Run forward and backward, in which buckets of gradients are reduced as they fill up."""
+        try:
+            with stand_in_batch(batch.rows == 0):
+                return self._passes.run(batch, self._run.progress.steps)
+        except LossError as error:
+            raise LossError(f"{self._run.checker.here()}: {error}") from None
+
+    def _reduce(self, loss: StepLoss, batch: PreparedBatch) -> bool:
+        """Complete the reduction of the gradients, and check the loss; return False if later passes are merged in."""
+        return self._passes.reduce(loss, batch, self._run.progress.steps)
+
+    def _update(self, optimizers: Mapping[str, torch.optim.Optimizer], step_loss: StepLoss) -> UpdateRecord:
+        """Apply the reduced gradients: clip, step the optimizers or push to servers, step the schedulers."""
+        run, updates, averages = self._run, self._updates, self._ema.averages
+        samples, loss = self._examples(), self._passes.update_loss(step_loss)
+        if averages is not None:
+            self._ema.refuse("engine.step()")
+        step = run.progress.steps + 1
+        rate, factor = updates.begin(optimizers), self._rate_factor(step)
+        if not updates.empty:
+            self._update_weights(optimizers, loss, factor)
+        else:
+            run.backend.skip()
+        for news in updates.end(step, step_loss.local, rate):
+            run.say(f"step {step}: {news}")
+        run.progress.advance()
+        if averages is not None:
+            self._ema.update(optimizers)
+        if run.backend.steps_together:
+            loss = run.backend.finish_step(loss)
+            self._clock.lap("communicate")
+        self._clock.lap("update")
+        return UpdateRecord(loss, samples, rate * factor)
+
+    def _observe(self, update: UpdateRecord) -> Tensor:
+        """Record the update in timeline and metrics, take due checkpoints and snapshots, and return its loss."""
+        run, step, total = self._run, self._run.progress.steps, self._run.progress.total
+        total = self._planned.loaders.total_steps if total is None else total
+        if run.timeline is not None:
+            with run.checker.explained():
+                run.timeline.after(self._view, total)
+        run.metrics.step(step, update.loss, update.samples, update.rate, total)
+        if run.preemption.due(step, self._replicas.next_meeting):
+            self._leave()
+        if run.checkpoints.due(step):
+            self.save()
+        if self._memories is not None:
+            self._memories.after(step)
+        return update.loss
+
+    @property
+    def _forward(self) -> Callable[[Any], Tensor]:
+        """The function from a batch to its loss."""
+        return self._planned.objective.forward_loss
+
+    def _judge(self, batch: Any) -> list[EvalOutput]:
+        with self._run.checker.explained():
+            return self._passes.judge(batch)
 
     def _ask_outputs(self, asked: bool) -> None:
         """Start collecting outputs, or drop those of an earlier step."""
-        self.output = self._objective.outputs = None
+        self._output = None
+        objective = self._planned.objective
         if asked is not False:
             from echelon.parallel.step_outputs import asked_outputs
 
-            self._objective.outputs = asked_outputs(asked)
+            objective.collect_outputs(asked_outputs(asked))
+        elif objective.outputs is not None:  # of a step that has failed
+            objective.collect_outputs(None)
 
     def _take_outputs(self, inputs: Any) -> None:
-        gathered, self._objective.outputs = self._objective.outputs, None
+        gathered = self._planned.objective.outputs
         assert gathered is not None
-        at_once = self._assembled().staged is None
-        self.output = gathered.latest() if at_once else gathered.together(count_samples(inputs))
-
-    def _pass(self, inputs: Any, rows: float, samples: float | None = None) -> GlobalLoss | PipelineGlobalLoss:
-        return self._passes.run(inputs, rows, samples, self.steps, self._loss)
-
-    def _loss(self, inputs: Any) -> Tensor:
-        try:
-            return self._objective(inputs)[1]
-        except LossError as error:
-            raise LossError(f"{self._company.here()}: {error}") from None
-
-    def _judge(self, batch: Any) -> list[EvalOutput]:
-        self._assembled(batch)
-        with self._company.explained():
-            return self._passes.judge(batch)
-
-    def _apply(self, optimizers: Mapping[str, torch.optim.Optimizer], tally: GlobalLoss | PipelineGlobalLoss) -> Tensor:
-        """Apply the reduced gradients and return the loss of the update."""
-        samples, loss = self._examples(), self._passes.update_loss(tally)
-        averages = self.ema.averages
-        if averages is not None:
-            self.ema.refuse("engine.step()")
-        rate = self._updates.begin(optimizers)
-        if not self._updates.empty:
-            self._update_weights(optimizers, loss)
-        elif self.served is not None:
-            self.served.skip()
-        for news in self._updates.end(self.steps + 1, tally.local, rate):
-            self.say(f"step {self.steps + 1}: {news}")
-        self.steps += 1
-        activity.steps += 1
-        if averages is not None:
-            self.ema.update(optimizers)
-        if self.served is not None and self.served.steps_together:
-            with self._company.explained():
-                loss = self.served.finish_step(loss)
-            self._clock.lap("communicate")
-        self._clock.lap("update")
-        total = self._total_steps()
-        if self._timeline is not None:
-            with self._company.explained():
-                self._timeline = self._timeline.after(self, total)
-        self._watch.step(self.steps, loss, samples, rate * self._rate_factor(self.steps), total)
-        if self._leaving is not None and self._leaving.due(self.steps, self._company.next_meeting):
-            self._leave(self._leaving)
-        if self._keeper.due(self.steps):
-            self.save()
-        if self._memories is not None:
-            self._memories.after(self.steps)
-        return loss
+        self._planned.objective.collect_outputs(None)
+        at_once = self._parts.staged is None
+        self._output = gathered.latest() if at_once else gathered.together(count_samples(inputs))
 
     def _examples(self) -> Tensor | float | None:
         """Return the samples of all ranks in all accumulated passes; None if their number is unknown.
@@ -579,70 +429,129 @@ class Engine(OwnLoop):
         """
         if not self._passes.counted:
             return None
-        alone = self.plan.replicas if self._local else 1
-        if self.served is not None and self.world.control is None:
-            alone = self.served.workers
-        return self._gradients.merged_rows * alone
+        rows = self._parts.gradients.merged_rows
+        return rows * self._planned.world.data_size if self._parts.group is None else rows
 
-    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor) -> None:
+    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor, factor: float) -> None:
         if self._memories is not None:
             self._memories.hold()
-        self._updates.weights(optimizers, self._rate_factor(self.steps + 1), loss)
+        self._updates.weights(optimizers, factor, loss)
 
     def _rate_factor(self, step: int) -> float:
-        begun_with = self._beginning.first_replicas if self._beginning.rule else None
-        return rate_factor(self.plan, step, begun_with) * self._beginning.factor
+        elastic = self._run.elastic
+        begun_with = elastic.first_replicas if elastic.rule else None
+        return rate_factor(self._parts.plan, step, begun_with) * elastic.factor
 
-    def _total_steps(self) -> int | None:
-        if self.total_steps is not None:
-            return self.total_steps
-        total = None if self._loader is None else self._loader.total_steps
-        return total // self.plan.gradient_merge if total else None
+    @property
+    def _view(self) -> RunView:
+        return self._own_view
 
-    # ---- properties and log ----
+    def _answer_roll(self, call: str, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> None:
+        self._run.checker.answer_roll(call, self._planned.batches, args, named)
+
+    # ---- state ----
+
+    @property
+    def world(self) -> World:
+        """This process: its place in the job, in the mesh, and among the batches of a step."""
+        return self._planned.world
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; under ``split``, a pipeline or ``shard`` a rank holds only parts of it."""
+        return self._run.model
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that every rank runs."""
+        return self._parts.plan
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizers that take the steps."""
+        return self._parts.optimizers
+
+    @property
+    def served(self) -> ParameterServerSession | None:
+        """The session with parameter servers; None if neither tables nor parameters live on servers."""
+        return self._run.backend.session
+
+    @property
+    def steps(self) -> int:
+        """Updates so far, including those skipped because of an overflow."""
+        return self._run.progress.steps
+
+    @property
+    def total_steps(self) -> int | None:
+        """The last step of the run if the loop ends before its epochs do; None otherwise. Setting it is optional."""
+        return self._run.progress.total
+
+    @total_steps.setter
+    def total_steps(self, total: int | None) -> None:
+        self._run.progress.end_at(total)
+
+    @property
+    def scheduler(self) -> Sequence[AnyScheduler]:
+        """The schedulers that the engine steps."""
+        return self._run.schedules.all
+
+    @scheduler.setter
+    def scheduler(self, given: AnyScheduler | Sequence[AnyScheduler]) -> None:
+        """Set schedulers after ``distribute`` and before training, if they need the length of the loader."""
+        self._run.schedules.attach_late(given)
+
+    @property
+    def ema(self) -> MovingAverage:
+        """The moving average of the weights, which ``engine.ema(decay=0.999)`` starts."""
+        return self._ema
+
+    @property
+    def output(self) -> Any:
+        """The output of the model in the last ``step(..., outputs=True)``.
+
+        It is None on all stages of a pipeline but the last.
+        """
+        return self._output
 
     @property
     def loss_scale(self) -> float:
         """The factor of the loss before backward; 1 without loss scaling."""
-        return self._assembled().scaler.scale
+        return self._parts.scaler.scale
 
     @property
     def skipped(self) -> int:
         """The number of steps skipped because of an overflow."""
-        return self._assembled().scaler.skipped
-
-    @property
-    def holdings(self) -> LocalState | None:
-        """This rank's part of the model; None until the first batch has partitioned a pipeline."""
-        return self._parts.holdings if self._parts is not None else None
-
-    def say(self, text: str, kind: Kind = "notice") -> None:
-        """Write a line to rank 0's console and to the run's events."""
-        self._voice.say(text, kind)
+        return self._parts.scaler.skipped
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write user-defined numbers (``{"perplexity": p}``) to the console, the files and the report.
 
         Only the numbers of rank 0 are written; on other ranks the call does nothing.
         """
-        self._watch.log(self.steps, values)
+        self._run.metrics.log(self.steps, values)
 
-    def _tell(self, line: str | None) -> None:
-        if line is not None:
-            self.say(line)
 
-    def announce(self) -> None:
-        """Log the plan and everything about it that the user may not expect."""
-        notices = *self._notices, *self._watch.notices, *(self.served.describe() if self.served else ())
-        held = self._parts.shards.shards if self._parts and self._parts.shards else {}  # shards replace parameters
-        lines = announcement(
-            self.world,
-            self.plan,
-            notices=notices,
-            model=self.model,
-            held=held,
-            optimizers=self._given,
-            statistics=self._one.has_local_statistics(),
-            separate=self.served.describe_processes() if self.served else None,
-        )
-        self._voice.announce(lines)
+def begin(planned: PlannedRun, batch: Any = None, early: EarlyCalls = NOTHING_EARLY) -> Engine | None:
+    """Create the engine if the model can be parallelized now, and log the start of the run; all ranks call it.
+
+    The result is None for a pipeline without a batch.
+    """
+    run = planned.run
+    engine = run.make_engine(planned, batch, early) if planned.is_complete(batch) else None
+    parts = None if engine is None else engine._parts
+    planned.seed()
+    run.voice.announce(announcement(planned, parts))
+    run.record.begun(RunView(planned, parts))
+    if engine is not None:
+        engine._start_timeline()
+    return engine
+
+
+def context_of(engine: Engine) -> RunContext:
+    """Return the run of an engine, for packages that add to its log and to run.json."""
+    return engine._run
+
+
+def view_of(engine: Engine) -> EngineView:
+    """Return the state of an engine that traces read."""
+    return engine._view

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from echelon.base.errors import UsageError
@@ -15,7 +14,7 @@ from echelon.distributed.activity import activity
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.world import World
 from echelon.engine.replica_buffers import ReplicaBuffers
-from echelon.fastpath.fast_path import FastPath, plain_pass
+from echelon.fastpath.fast_path import EagerPass, FastPath, Forward
 from echelon.observability.metrics.finite_loss import FiniteLossCheck
 from echelon.observability.metrics.step_clock import StepClock
 from echelon.parallel.data.batch_rows import BatchRows
@@ -32,20 +31,41 @@ if TYPE_CHECKING:
     from echelon.parallel.pipeline.pipeline_runner import MicroBatchRunner, PipelineRunner
 
 
-def refuse_own_loop(plan: Plan, served: bool) -> None:
-    """Raise ``UsageError`` if the plan does not support ``engine.backward`` and ``engine.update``."""
+StepLoss = GlobalLoss | PipelineGlobalLoss
+
+
+def refuse_own_loop(plan: Plan, pushes: bool) -> None:
+    """Raise ``UsageError`` if the plan does not support ``engine.backward`` and ``engine.update``.
+
+    pushes: True if gradients are pushed to servers or sparse tables
+    """
     if plan.pipeline is not None:
         raise UsageError("a pipeline runs its own backward, micro-batch by micro-batch; call engine.step()")
-    if served:
+    if pushes:
         raise UsageError("sparse tables and parameter servers are trained by engine.step(), not by backward()")
     if plan.gradient_merge > 1:
         raise UsageError("gradient_merge belongs to engine.step(); in your own loop call engine.update() less often")
 
 
+@dataclass(slots=True)
+class PreparedBatch:
+    """A batch of this rank, on its device.
+
+    rows:    rows of the batch; 0 for a stand-in batch
+    samples: count that the loss averages over, given by the user; None if not given
+    """
+
+    inputs: Any
+    rows: float
+    samples: float | None
+
+
 class ForwardBackward:
     """Runs forward and backward as the plan says: eagerly, on the fast path, or through a pipeline by micro-batches.
 
-    group: ranks that share every step; None if ranks step alone
+    buffers: buffers to keep equal on replicas that share every step; None without any
+    forward: function from a batch to its loss
+    pushes:  True if gradients are pushed to servers or sparse tables
     """
 
     def __init__(
@@ -55,31 +75,33 @@ class ForwardBackward:
         parts: ParallelModel,
         objective: Objective,
         fast: FastPath | None,
-        group: dist.ProcessGroup | None,
+        buffers: ReplicaBuffers | None,
         clock: StepClock,
         rows: BatchRows,
         say: Callable[[str], None],
-        served: bool,
+        forward: Forward,
+        pushes: bool,
     ) -> None:
         self._device, self._objective, self._clock = world.device, objective, clock
-        self.losses = FiniteLossCheck(world.rank, on_gpu=world.device.type == "cuda")
-        self.losses.group = world.control if group else None
+        group = parts.group
+        self.losses = FiniteLossCheck(world.rank, world.device.type == "cuda", world.control if group else None)
         self._gradients, self._scaler, self._staged = parts.gradients, parts.scaler, parts.staged
         self._group, self._fast = group, fast
+        self.steps_alone = group is None  #: True if each rank has a loss of its own
         say = say_once(say)
         op = parts.plan.reduce_op
-        self._loss_weights = LossWeights(op, say, can_add=not served, is_global=lambda: rows.is_used)
+        self._loss_weights = LossWeights(op, say, can_add=not pushes, is_global=lambda: rows.is_used)
         self._evaluation = EvaluationWeights(op, say, self._loss_weights, lambda: rows.is_used)
         # losses need weights if there are several ranks, workers, accumulated passes or micro-batches
         merges = parts.plan.gradient_merge > 1
-        self._weighs = group is not None or merges or parts.staged is not None or served
-        self._pass = plain_pass if fast is None else fast.run
+        self._weighs = group is not None or merges or parts.staged is not None or pushes
+        self._forward = forward
         self._is_last = grid.coords["stage"] == grid.size("stage") - 1
         # One of the ranks that share a batch reports its samples.
         self.speaks = self._is_last and (parts.plan.batch_per_split_rank or grid.coords["split"] == 0)
         self.has_own_loop = False  #: True if user code calls ``engine.backward``
         self.counted = True  #: True if the number of samples of the last pass is known
-        self.buffers: ReplicaBuffers | None = None  #: buffers to keep equal on replicas that share every step
+        self._buffers = buffers
         self._given = torch.zeros(())  # sum of the losses passed to ``add`` since ``reduce``
         self._told: list[float | None] = []  # samples of each of these losses
         self._early: tuple[frozenset[str], GlobalLoss] | None = None  # optimizers and result of ``reduce_early``
@@ -92,25 +114,26 @@ class ForwardBackward:
         # backward of synchronized batch norm sums over replicas
         self._mixes = bool(parts.plan.sync_batch_norm) and parts.plan.reduce_op != "sum"
 
-    def run(
-        self, batch: Any, rows: float, samples: float | None, step: int, forward: Callable[[Any], Tensor]
-    ) -> GlobalLoss | PipelineGlobalLoss:
-        """Run one pass of ``step``; the last accumulated pass of an update also reduces the gradients.
-
-        rows:    rows of the batch; 0 for a stand-in batch
-        samples: count that the loss averages over, given by the user; None if not given
-        forward: function from a batch to its loss
-        """
+    def run(self, batch: PreparedBatch, step: int) -> StepLoss:
+        """Run forward and backward; in the last accumulated pass, buckets are reduced while backward runs."""
         self._rows.begin()
         if self._staged is None:
-            tally: GlobalLoss | PipelineGlobalLoss = self._at_once(batch, rows, samples, step, forward)
+            loss: StepLoss = self._run_whole(batch, step)
         else:
-            tally = self._by_stages(batch, rows, samples, step, self._staged)
-        self._note(step, tally)
-        if self.buffers is not None and self.buffers.is_active:
-            self.buffers.after_pass(rows)
+            loss = self._run_pipeline(batch, step, self._staged)
+        self._clock.lap("backward")
+        return loss
+
+    def reduce(self, loss: StepLoss, batch: PreparedBatch, step: int) -> bool:
+        """Check the loss; complete the reduction and return True if this was the last accumulated pass."""
+        is_complete = self._gradients.after_backward(loss, step)
+        if is_complete:
+            self._clock.lap("communicate")
+        self._check(step, loss)
+        if self._buffers is not None and self._buffers.is_active:
+            self._buffers.after_pass(batch.rows)
         self.counted = self.has_run = True
-        return tally
+        return is_complete
 
     def add(self, loss: Tensor, samples: float | None = None) -> None:
         """Run backward of this loss in a user's own loop, without communication until ``reduce``."""
@@ -131,7 +154,7 @@ class ForwardBackward:
         self._gradients.add_local(scalar(loss), 1.0 if samples is None else samples)
         self._given = self._given + loss.detach()
 
-    def reduce(self, optimizers: Collection[str], samples: float | None, step: int) -> GlobalLoss:
+    def reduce_local(self, optimizers: Collection[str], samples: float | None, step: int) -> GlobalLoss:
         """Reduce the gradients of these optimizers; ``samples`` is the weight of this rank in the mean."""
         if self._early is not None:
             tally, self._early = self._reduced(optimizers, samples), None
@@ -145,7 +168,7 @@ class ForwardBackward:
         self._early_samples = 1.0 if known is None else known
         mixes = "gather_batch() mixes gradients of all replicas" if self._rows.is_used else None
         mixes = "batch norm has statistics over all replicas" if self._mixes else mixes
-        self._rows.is_used = False
+        self._rows.restart()
         if mixes and told is None and samples is not None and tally.samples != weight * self._replicas:
             raise UsageError(
                 f"{mixes}, and their batches have different lengths: losses must be "
@@ -153,9 +176,9 @@ class ForwardBackward:
             )
         self._told = []  # cleared first, so that norms taken during the reduction are not seen as user calls
         self._gradients.reduce(optimizers, weight, tally, step, weighed=told is not None)
-        self._note(step, tally)
-        if self.buffers is not None and self.buffers.is_active:
-            self.buffers.after_pass(float(weight))
+        self._check(step, tally)
+        if self._buffers is not None and self._buffers.is_active:
+            self._buffers.after_pass(float(weight))
         self._given = torch.zeros(())
         self.own_counts.clear()
         return tally
@@ -191,7 +214,7 @@ class ForwardBackward:
         if self._early is not None:
             self._reduced(optimizers, samples)
         elif self.is_local:
-            self._early = frozenset(optimizers), self.reduce(optimizers, samples, step)
+            self._early = frozenset(optimizers), self.reduce_local(optimizers, samples, step)
 
     def _reduced(self, optimizers: Collection[str], samples: float | None) -> GlobalLoss:
         """Return the result of ``reduce_early``. Raises ``UsageError`` if optimizers or samples differ."""
@@ -209,7 +232,7 @@ class ForwardBackward:
             )
         return tally
 
-    def update_loss(self, tally: GlobalLoss | PipelineGlobalLoss) -> Tensor:
+    def update_loss(self, tally: StepLoss) -> Tensor:
         """Return the mean loss over all accumulated passes of an update, the last of which is ``tally``."""
         if self._merges == 1:
             return tally.loss
@@ -228,22 +251,22 @@ class ForwardBackward:
             judged = [evaluate_batch(self._objective, batch, self._evaluation)]
         return judged if self.speaks else [replace(each, samples=0) for each in judged]
 
-    def _at_once(
-        self, batch: Any, rows: float, samples: float | None, step: int, forward: Callable[[Any], Tensor]
-    ) -> GlobalLoss:
+    def _run_whole(self, batch: PreparedBatch, step: int) -> GlobalLoss:
+        inputs, rows, samples = batch.inputs, batch.rows, batch.samples
         if activity.recorder is not None and activity.recorder.arguments is None:
-            activity.recorder.arguments = self._objective.arguments(batch)
-        loss, backward = self._pass(batch, forward)
+            activity.recorder.note_arguments(*self._objective.arguments(inputs))
+        made = EagerPass(self._forward(inputs)) if self._fast is None else self._fast.run(inputs)
         self._clock.lap("forward")
-        main = self._objective.main_loss(loss)
+        main = self._objective.main_loss(made.loss)
         count = self._count(main, rows, samples)
         if not self._has_agreed and self._group is not None:
             self._has_agreed = True
             self._loss_weights.agree(self._group, self._device)
             count = self._count(main, rows, samples)
-        tally = GlobalLoss(loss, count, rows, self._loss_weights.is_sum, self._group, self._ride(count))
-        self._gradients.add(lambda: backward(self._gradients.weigh(count)), tally, self._clock, step)
-        return tally
+        loss = GlobalLoss(made.loss, count, rows, self._loss_weights.is_sum, self._group, self._ride(count))
+        self._gradients.before_backward(loss, step)
+        made.backward(self._gradients.weigh(count))
+        return loss
 
     def _count(self, loss: Tensor, rows: float, samples: float | None) -> Count:
         """Return the number of samples that a loss averages over."""
@@ -252,29 +275,31 @@ class ForwardBackward:
         count = self._loss_weights.count(loss, rows)
         if self._merges > 1 and self._fast is not None and not self._loss_weights.is_by_shape:
             # a captured CUDA graph computes the loss in backward, but accumulated passes need its weight before that
-            self._fast.stop_graphs()
+            self._fast.stop_graphs("with gradient_merge, the weight of a loss with ignored targets is needed earlier")
         return count
 
     def _ride(self, count: Count) -> PiggybackSum | None:
         return None if isinstance(count, Tensor) else self._gradients.ride
 
-    def _by_stages(
-        self, batch: Any, rows: float, samples: float | None, step: int, staged: PipelineRunner | MicroBatchRunner
+    def _run_pipeline(
+        self, batch: PreparedBatch, step: int, staged: PipelineRunner | MicroBatchRunner
     ) -> PipelineGlobalLoss:
+        inputs, rows, samples = batch.inputs, batch.rows, batch.samples
         expected = rows if samples is None else samples
         ahead = self._gradients.counts_first
-        tally = PipelineGlobalLoss(expected, rows, self._is_last, self._group, self._device, ahead)
+        loss = PipelineGlobalLoss(expected, rows, self._is_last, self._group, self._device, ahead)
         weighing = MicroBatchWeights(self._gradients, self._loss_weights, self._objective.main_loss, rows, samples)
-        self._gradients.add(lambda: tally.close(staged.train(batch, weighing)), tally, self._clock, step, staged.passes)
-        return tally
+        self._gradients.before_backward(loss, step, staged.passes)
+        loss.close(staged.train(inputs, weighing))
+        return loss
 
-    def _note(self, step: int, tally: GlobalLoss | PipelineGlobalLoss) -> None:
+    def _check(self, step: int, loss: StepLoss) -> None:
         """Raise on every rank, before the update, if the global loss is not finite.
 
         With loss scaling, such a loss is an overflow: its gradients are not finite, and the step is skipped.
         """
         if not self._scaler.active:
-            self.losses.note(step + 1, tally)
+            self.losses.note(step + 1, loss)
 
 
 def _names(optimizers: Collection[str]) -> str:

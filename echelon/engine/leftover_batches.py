@@ -29,7 +29,7 @@ def run_leftover(merged: int, merge: int, is_waiting: bool) -> str | None:
     is_waiting: True if ``engine.backward`` was called without an ``engine.update`` after it
     """
     if is_waiting:
-        return "gradients: engine.backward() was called after the last engine.update(); what it added was not applied"
+        return "gradients: engine.backward() was called after the last engine.update(); its gradients were not applied"
     if not merged:
         return None
     return (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
@@ -13,15 +13,15 @@ from echelon.data import Loader
 from echelon.data.hugging_face import has_columns, refuse_whole
 from echelon.data.loader import reads_apart
 from echelon.data.order import per_replica
-from echelon.data.torch_loader import is_torch_loader, loader_request
+from echelon.data.torch_loader import LoaderRequest, is_torch_loader, loader_request, refuse_unnamed
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.world import World
-from echelon.engine.elastic import ElasticState, shares
+from echelon.engine.elastic import shares
+from echelon.engine.leftover_batches import epoch_leftover
+from echelon.engine.run_context import RunContext
 from echelon.parallel.objective import count_samples, has_rows
 from echelon.plan import Plan
-
-if TYPE_CHECKING:
-    from echelon.parameter_server.worker.session import ParameterServerSession
+from echelon.plan.saved_plan import SavedPlan
 
 
 def is_data_set(data: Any) -> bool:
@@ -34,36 +34,29 @@ class LoaderFactory:
     """Creates loaders for this rank's replica. Ranks that make up one replica get the same batches."""
 
     def __init__(
-        self,
-        world: World,
-        plan: Plan,
-        grid: MeshGroups,
-        beginning: ElasticState,
-        served: ParameterServerSession | None = None,
-        by_rank: bool = False,
+        self, run: RunContext, world: World, plan: Plan, grid: MeshGroups, found: SavedPlan | None = None
     ) -> None:
-        """Find the index of this rank's replica.
-
-        by_rank: True if batch sizes are given per rank instead of per replica; default False
-        """
-        self._beginning = beginning
-        self._world, self._plan, self._grid = world, plan, grid
-        self._replica, self._replicas = grid.index(*plan.data_axes), plan.replicas
-        if served and served.dense:  # workers are connected through servers only
-            self._replica, self._replicas = served.worker, served.workers
-        self._ranks_per_replica = world.size // self._replicas if by_rank else 1
-        beginning.replicas = self._replicas
+        """found: saved plan, with which batch sizes are given per rank instead of per replica; None without one"""
+        self._run, self._elastic = run, run.elastic
+        self._world, self._plan, self._grid, self._found = world, plan, grid, found
+        self._replicas = world.data_size
+        self._ranks_per_replica = world.mesh_size // self._replicas if found is not None else 1
+        run.elastic.use_replicas(self._replicas)
         self._said: set[str] = set()
-        self._has_loader = False
+        self._first: Loader | None = None  # the first training loader
         self._share: int | None = None  # samples of the latest batch that count
 
-    def judged(
-        self,
-        data: Any,
-        batch_size: int | None,
-        collate: Callable[[list[Any]], Any] | None,
-        say: Callable[[str], None],
-    ) -> Any:
+    def epoch(self) -> int | None:
+        """Return the number of epochs of the first loader that have ended; None without a loader."""
+        return None if self._first is None else self._first.epoch
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of updates until the epochs of the first loader end; None if it is not known."""
+        total = None if self._first is None else self._first.total_steps
+        return total // self._plan.gradient_merge if total else None
+
+    def evaluation(self, data: Any, batch_size: int | None, collate: Callable[[list[Any]], Any] | None) -> Any:
         """Return the batches of an evaluation.
 
         A dataset is divided among replicas; every replica gets all of it if replicas cannot combine their results.
@@ -76,20 +69,20 @@ class LoaderFactory:
                 raise UsageError(f"evaluate() takes a data set, a DataLoader or batches, got {type(data).__name__}")
             return data
         if isinstance(data, Loader):
-            raise UsageError("evaluate() was given a loader, which has its batch size and collate; leave them out here")
+            raise UsageError("evaluate() was given a loader, which sets batch_size and collate; leave both out here")
         asked = loader_request(data, batch_size, None, {} if collate is None else {"collate": collate})
         options = {**asked.options, "shuffle": False, "uneven": "join"}
         if "batch_sampler" not in options:
             options["batch_size"] = asked.batch_size or 64
         if asked.options.get("uneven") == "drop":
-            self._say_once(say, "evaluate: drop_last=True of the DataLoader is left out: every sample counts once")
+            self._say_once("evaluate: drop_last=True of the DataLoader is ignored: every sample counts once")
         alone: dict[str, Any] = {"rank": 0, "world_size": 1} if self._replicas != self._plan.replicas else {}
         return self.loader(asked.dataset, **options, **alone)
 
-    def _say_once(self, say: Callable[[str], None], line: str) -> None:
+    def _say_once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            say(line)
+            self._run.say(line)
 
     def loader(self, dataset: Any, ahead: Callable[[Any], None] | None = None, **options: Any) -> Loader:
         """Create a loader of this replica's share.
@@ -102,7 +95,7 @@ class LoaderFactory:
             **{
                 "seed": self._world.seed,
                 "shares": self._plan.shares,
-                "rank": self._replica,
+                "rank": self._world.data_rank,
                 "world_size": self._replicas,
                 **options,
             },
@@ -112,38 +105,37 @@ class LoaderFactory:
             ahead=ahead,
         )
 
-    def training(
-        self,
-        dataset: Any,
-        batch_size: int | None,
-        global_batch: int | None,
-        say: Callable[[str], None],
-        ahead: Callable[[Any], None] | None,
-        options: dict[str, Any],
-    ) -> Loader:
+    def training(self, asked: LoaderRequest) -> Loader:
         """Create a training loader, with the options that the elastic rule sets if one is in force."""
+        dataset, batch_size, global_batch, options, _ = asked
         if "batch_sampler" not in options:
             size = self.replica_batch(batch_size, global_batch)
-            if self._beginning.rule is not None:
-                options = {**self._elastic_options(dataset, size, global_batch, say), **options}
+            if self._elastic.rule is not None:
+                options = {**self._elastic_options(dataset, size, global_batch), **options}
             options = {**options, "batch_size": size}
-        loader = self.loader(dataset, ahead, **options)
-        self._has_loader = True
-        news = self._beginning.made(loader.global_batch)
-        say(news or f"global batch {loader.global_batch} = {self._dealt_out(loader)}")
+        loader = self.loader(dataset, self._run.backend.ahead, **options)
+        news = self._elastic.made(loader.global_batch)
+        self._run.say(news or f"global batch {loader.global_batch} = {self._dealt_out(loader)}")
+        self._first = loader if self._first is None else self._first
+        self._run.positions.register(loader)
+        self._run.checker.register_dataset(loader.likeness)
+        if (line := epoch_leftover(loader, self._plan.gradient_merge)) is not None:
+            self._run.say(line)
+        if self._found is not None and self._found.draft.batch != loader.global_batch:
+            made_for = self._found.draft.batch
+            self._run.say(f"the plan was made for a global batch of {made_for}; another may be quicker here")
         return loader
 
-    def _elastic_options(
-        self, dataset: Any, size: int, global_batch: int | None, say: Callable[[str], None]
-    ) -> dict[str, Any]:
-        options: dict[str, Any] = {"multiple": self._beginning.multiple, "on_change": say}
+    def _elastic_options(self, dataset: Any, size: int, global_batch: int | None) -> dict[str, Any]:
+        options: dict[str, Any] = {"multiple": self._elastic.multiple, "on_change": self._run.say}
         if global_batch is None or size * self._replicas == global_batch:
             return options
         if not reads_apart(dataset):
             return {**options, "total": global_batch}
-        say(
-            f"a global batch of {global_batch} cannot be dealt out to {self._replicas} replicas that read parts of "
-            f"their own; {size} for each make {size * self._replicas}"
+        self._run.say(
+            f"a global batch of {global_batch} cannot be divided among {self._replicas} replicas that each read "
+            "their own "
+            f"data; {size} for each make {size * self._replicas}"
         )
         return options
 
@@ -158,7 +150,7 @@ class LoaderFactory:
         if batch_size is not None:
             return batch_size * self._ranks_per_replica
         assert global_batch is not None
-        if self._beginning.rule is not None:
+        if self._elastic.rule is not None:
             return -(-global_batch // self._replicas)
         return per_replica(global_batch, self._replicas)
 
@@ -179,7 +171,36 @@ class LoaderFactory:
 
     def is_fed(self, call: str) -> bool:
         """Return True if the batch of this call comes from a loader of this factory, as far as that is known."""
-        return self._share is not None if call == "step" else self._has_loader
+        return self._share is not None if call == "step" else self._first is not None
+
+    def peek(self, batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
+        """Return the first batch, or None without one, and an iterator over all batches with their samples."""
+        rest = iter(batches)
+        first = next(rest, None)
+        return first, self._put_back(first, self.taken(), rest)
+
+    def _put_back(self, first: Any, share: int | None, rest: Iterator[Any]) -> Iterator[Any]:
+        if first is not None:
+            self._share = share
+            yield first
+        yield from rest
 
     def _on_share(self, samples: int) -> None:
         self._share = samples
+
+
+def training_request(
+    run: RunContext,
+    dataset: Any,
+    sizes: tuple[Any, ...],
+    batch_size: int | None,
+    global_batch: int | None,
+    options: dict[str, Any],
+) -> LoaderRequest:
+    """Return what a call of ``engine.loader`` asks for, with the batch sizes that the elastic rule sets."""
+    refuse_unnamed(sizes)
+    asked = loader_request(dataset, batch_size, global_batch, options)
+    if asked.origin:
+        run.say(asked.origin)
+    batch_size, global_batch = run.elastic.sizes(asked.batch_size, asked.global_batch)
+    return asked._replace(batch_size=batch_size, global_batch=global_batch)

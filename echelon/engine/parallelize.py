@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.base.mesh import AXES
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.local_state import Addend, LocalState, grouped_names, local_parameters
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.tensor_layout import Layout
 from echelon.distributed.world import World
 from echelon.engine.collective_calls import check_same_plan
-from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.consistency import BatchChecks, ConsistencyChecker
 from echelon.engine.replace_optimizers import replace_optimizers
 from echelon.nn.moe import MoE
 from echelon.optim.grad_scaler import LossScaler
@@ -58,7 +59,7 @@ class SplitResult:
     partial: Collection[str] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelModel:
     """One rank's part of a model, with the objects that train it."""
 
@@ -71,6 +72,7 @@ class ParallelModel:
     local: LocalSgdAverager | None
     staged: PipelineRunner | MicroBatchRunner | None
     shards: Shards | None
+    group: dist.ProcessGroup | None  # ranks that share the loss of a step; None if this rank steps alone
     remarks: list[str] = field(default_factory=list)  # warnings for the user
     cut: Collection[str] = ()  # split parameters of all stages
 
@@ -84,6 +86,7 @@ def parallelize(
     given: Optimizers,
     plan: Plan,
     marks: ModelMarks,
+    batches: BatchChecks,
     batch: Any,
 ) -> ParallelModel:
     """Split, stage and shard the model as the plan says; ``batch`` is used to trace a pipeline's forward pass."""
@@ -120,7 +123,10 @@ def parallelize(
     optimizers = replace_optimizers(plan, given, held, peers)
     add_up_norms(optimizers, holdings, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
     scaler = LossScaler(plan.amp)
-    local = LocalSgdAverager(plan, model, optimizers, scaler, carriers[("replicate",)][0]) if plan.local else None
+    local: LocalSgdAverager | None = None
+    if plan.local:
+        first = carriers[("replicate",)][0]
+        local = LocalSgdAverager(plan, model, optimizers, scaler, first, lambda: company.answer_sync(batches))
     census = _census(plan, holdings, grid, alone=local is not None)
     reducers: dict[str, GradientReducer] = {}
     sums: list[PartialGradientSum] = [TiedWeights(plan, grid, held)] if plan.stages else []
@@ -134,10 +140,13 @@ def parallelize(
     elif any(carriers.values()) and local is None:
         within = peers.within if peers else None
         reducers = {key: Reducer(plan, key, parameters, carriers, grid.coords["stage"], within) for key in optimizers}
-    gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums)
+    group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else [])) if local is None else None
+    gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums, group)
     staged = _staged(world, plan, model, objective, grid)
     guard_parts(plan, model)
-    return ParallelModel(plan, holdings, optimizers, gradients, scaler, census, local, staged, shards, remarks, cut)
+    return ParallelModel(
+        plan, holdings, optimizers, gradients, scaler, census, local, staged, shards, group, remarks, cut
+    )
 
 
 def _record(plan: Plan, marks: ModelMarks, objective: Objective, model: nn.Module, batch: Any) -> StageTrace | None:
@@ -376,7 +385,7 @@ def _spoken_buffers(plan: Plan, model: nn.Module, grid: MeshGroups) -> set[str]:
 
 def _census(plan: Plan, holdings: LocalState, grid: MeshGroups, alone: bool) -> Census:
     is_sharded = plan.is_model_parallel or plan.shard is not None
-    everyone = grid.group("replicate", "stage", "split")
+    everyone = grid.group(*AXES)
     counted = {id(holdings.parameters[name]) for name in holdings.counted}
     return Census(
         counted, everyone if is_sharded else None, everyone if (is_sharded or plan.dgc) and not alone else None

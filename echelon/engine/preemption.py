@@ -36,23 +36,26 @@ _numbers = itertools.count()  # numbers the engines of a process, equally on all
 
 
 class PreemptionHandler:
-    """One rank's preemption signals. Create it in the main thread, where Python allows signal handlers."""
+    """One rank's preemption signals; they have no effect before ``install``."""
 
-    def __init__(self, world: World, name: int) -> None:
-        """Install the signal handlers and start polling for requests of other ranks.
-
-        name: the rank's number in the job; ``world`` has only this process for workers of parameter servers
-        """
-        self._world, self._name = world, name
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._pid = os.getpid()
         self._asked: str | None = None  # the signal that this rank received
         self._left = False
         self._checking = False  # True after a request: read the store after every step
         self._previous: dict[signal.Signals, Any] = {}
-        self._requests = _PreemptionRequests(world) if world.control is not None else None
+        self._requests: _PreemptionRequests | None = None
         self._over = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._install()
+
+    def install(self) -> None:
+        """Handle signals from now on, and poll for requests of other ranks.
+
+        Call it in the main thread, where Python allows signal handlers.
+        """
+        self._requests = _PreemptionRequests(self._world) if self._world.control is not None else None
+        self._set_handlers()
         if self._requests is not None:
             self._watcher = threading.Thread(target=self._watch, name="echelon-leave", daemon=True)
             self._watcher.start()
@@ -79,7 +82,7 @@ class PreemptionHandler:
     def leave(self, step: int, saved_in: str | None, say: Callable[[str], None]) -> NoReturn:
         """Exit this process with code ``REQUEUE``; its state after ``step`` is saved."""
         kept = f"saved step {step} in {saved_in}" if saved_in else f"step {step} is in the launchers' memory"
-        say(f"asked to end by {self._reason}: {kept}; exit code {REQUEUE} asks to be started again")
+        say(f"preempted by {self._reason}: {kept}; exit code {REQUEUE} requests a restart")
         raise SystemExit(REQUEUE)
 
     @property
@@ -99,7 +102,7 @@ class PreemptionHandler:
             mark.unlink(missing_ok=True)
         self._previous = {}
 
-    def _install(self) -> None:
+    def _set_handlers(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # this rank still exits with the others
         for number in ASKING:
@@ -109,7 +112,7 @@ class PreemptionHandler:
 
     def _mark(self) -> Path | None:
         directory = os.environ.get(LEAVE_MARK)
-        return Path(directory) / f"rank-{self._name}" if directory else None
+        return Path(directory) / f"rank-{self._world.rank}" if directory else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Record the signal. The handler may interrupt any code, so it takes no lock and does not communicate."""

@@ -10,31 +10,32 @@ from torch import nn
 
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.replicas import average_buffers
-from echelon.engine.consistency import ConsistencyChecker
 from echelon.engine.replica_buffers import ReplicaBuffers
+from echelon.engine.run_context import RunContext
 from echelon.plan import Plan
 from echelon.plan.batch_norms import batch_norm_names
 
 if TYPE_CHECKING:
-    from echelon.parallel.data.local_sgd import LocalSgdAverager
-    from echelon.parameter_server.worker.session import ParameterServerSession
+    from echelon.engine.parallelize import ParallelModel
+
+
+def has_local_statistics(model: nn.Module, plan: Plan) -> bool:
+    """Return True if each replica has its own batch-norm statistics."""
+    return plan.replicas > 1 and not plan.sync_batch_norm and bool(batch_norm_names(model))
 
 
 class ReplicaSync:
-    """Synchronizes replicas on demand; all ranks call its methods together."""
+    """Synchronizes replicas on demand; all ranks call its methods together.
 
-    def __init__(self, model: nn.Module, company: ConsistencyChecker, served: ParameterServerSession | None) -> None:
-        self._model, self._company, self._served = model, company, served
-        self.local: LocalSgdAverager | None = None  #: set under local SGD, where replicas step alone
-        self.buffers: ReplicaBuffers | None = None  #: buffers to keep equal on replicas that share every step
+    buffers: buffers to keep equal on replicas that share every step; None without any
+    """
 
-    def takes(self, plan: Plan, grid: MeshGroups) -> None:
-        """Use this plan from now on."""
-        self._plan, self._grid = plan, grid
+    def __init__(self, run: RunContext, grid: MeshGroups, parts: ParallelModel, buffers: ReplicaBuffers | None) -> None:
+        self._run, self._grid, self._parts, self._buffers = run, grid, parts, buffers
 
     def has_local_statistics(self) -> bool:
         """Return True if each replica has its own batch-norm statistics."""
-        return self._plan.replicas > 1 and not self._plan.sync_batch_norm and bool(batch_norm_names(self._model))
+        return has_local_statistics(self._run.model, self._parts.plan)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -43,26 +44,30 @@ class ReplicaSync:
         Replicas that step alone have their average within the context only. Other replicas average the buffers that
         differ, and keep the result.
         """
-        if self.local is not None:
-            with self._company.explained(), self.local.averaged():
+        if self._parts.local is not None:
+            with self._run.checker.explained(), self._parts.local.averaged():
                 yield
             return
         self._refresh()
         if self.has_local_statistics():
-            average_buffers(self._model, self._grid.group(*self._plan.data_axes))
-        if self.buffers is not None:
-            with self._company.explained():
-                self.buffers.compare()
+            average_buffers(self._run.model, self._grid.group(*self._parts.plan.data_axes))
+        if self._buffers is not None:
+            with self._run.checker.explained():
+                self._buffers.compare()
         yield
 
     def meet(self) -> None:
         """Synchronize the replicas, which continue with the result."""
         self._refresh()
-        if self.local is not None:
-            with self._company.explained():
-                self.local.meet()
+        if self._parts.local is not None:
+            with self._run.checker.explained():
+                self._parts.local.meet()
+
+    def next_meeting(self) -> int:
+        """Return the next step that no rank can finish without all other ranks."""
+        step = self._run.checker.step
+        return step if self._parts.local is None else self._parts.local.next_meeting(step - 1)
 
     def _refresh(self) -> None:
-        if self._served is not None:
-            with self._company.explained():
-                self._served.refresh()
+        with self._run.checker.explained():
+            self._run.backend.refresh()

@@ -1,38 +1,46 @@
-"""``ExitHook``: finishes an engine's background work when it is closed, or else when the process exits."""
+"""``ExitHook``: finishes a run's background work when its engine is closed, or else when the process exits."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from echelon.base.console import say
 from echelon.base.errors import EchelonError
 
+#: Called with the uncaught exception that ends the process, or ``None``.
+Finish = Callable[[BaseException | None], None]
+
 
 class ExitHook:
-    """Calls ``finish`` once, on request or at exit.
+    """Calls functions once, on request or at exit: the one added last is called first, and all are called."""
 
-    finish: called with the uncaught exception that ends the process, or ``None``
-    """
+    def __init__(self) -> None:
+        self._finishes: list[Finish] = []
 
-    def __init__(self, finish: Callable[[BaseException | None], None]) -> None:
-        self._finish = finish
-        atexit.register(self._at_exit)
-
-    def comes_first(self) -> None:
-        """Run at exit before all handlers registered so far, because ``finish`` needs what they close."""
+    def add(self, finish: Finish) -> None:
+        """Call ``finish`` before all handlers registered so far, because it may need what they close."""
+        self._finishes.append(finish)
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
     def now(self) -> None:
         atexit.unregister(self._at_exit)
-        self._finish(None)
+        self._run(None)
+
+    def _run(self, error: BaseException | None) -> None:
+        finishes, self._finishes = self._finishes, []
+        with contextlib.ExitStack() as stack:
+            for finish in finishes:
+                stack.callback(partial(finish, error))
 
     def _at_exit(self) -> None:
         try:
-            self._finish(getattr(sys, "last_value", None))
+            self._run(getattr(sys, "last_value", None))
         except EchelonError as error:  # for example, the last checkpoint failed in the background
             say(str(error))
             sys.stdout.flush()

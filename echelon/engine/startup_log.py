@@ -5,44 +5,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from echelon.distributed.world import World
 from echelon.engine.device_placement import ParameterPlacement, placement_table
+from echelon.engine.parallelize import ParallelModel
+from echelon.engine.planned_run import PlannedRun
+from echelon.engine.replica_sync import has_local_statistics
 from echelon.engine.update import parameters_of
 from echelon.fastpath.policy import startup_lines
 from echelon.plan import Plan
 from echelon.strategy.annotations.annotate import ModelMarks
 
 
-def announcement(
-    world: World,
-    plan: Plan,
-    notices: Collection[str],
-    model: nn.Module,
-    held: Mapping[str, Tensor],
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    statistics: bool,
-    separate: str | None = None,
-) -> Iterator[str]:
+def announcement(planned: PlannedRun, parts: ParallelModel | None) -> Iterator[str]:
     """Yield the lines that a run logs at its start.
 
-    notices:    further lines
-    held:       tensors that replace some of the model's parameters, such as shards
-    statistics: True if each replica has its own batch-norm statistics
-    separate:   description of the processes of a job whose workers are connected through servers only; the plan's
-                mesh then has this worker only; default None
+    parts: None if the first batch of a pipeline has not come yet
     """
-    processes = separate or f"{world.size} x {world.device.type} ({world.backend})"
-    yield f"{processes}, {world.place.launcher}"
+    run, plan = planned.run, planned.plan if parts is None else parts.plan
+    held = parts.shards.shards if parts is not None and parts.shards else {}  # shards replace parameters
+    # workers that are connected through servers only: the plan's mesh has this worker only
+    separate = run.backend.describe_processes()
+    processes = separate or f"{run.world.size} x {run.world.device.type} ({run.world.backend})"
+    yield f"{processes}, {run.world.place.launcher}"
     yield from plan.describe().splitlines()[bool(separate) :]
     yield from startup_lines(plan.fast)
-    yield from notices
-    if statistics:
+    yield from (*planned.notices, *run.metrics.notices, *run.backend.describe())
+    if has_local_statistics(run.model, plan):
         remedy = "" if plan.local else "; sync_batch_norm=True gives those of one process"
         yield f"batch norm: statistics per replica (inexact){remedy}"
-    yield from _left_out(model, held, {id(p) for p in parameters_of(optimizers)})
+    yield from _left_out(run.model, held, {id(p) for p in parameters_of(run.optimizers)})
 
 
 def _left_out(model: nn.Module, held: Mapping[str, Tensor], owned: Collection[int]) -> Iterator[str]:

@@ -55,8 +55,9 @@ class ModuleCompiler:
         if changed is not None:
             self.given_up = True
             self._say(
-                f"fast: {changed} has changed, which forward or loss may read, and torch {torch.__version__} would not "
-                "notice; so it goes on uncompiled (torch 2.13 notices, and any does where an object holds it)"
+                f"fast: compile disabled: {changed} has changed, forward or loss may read it, and torch "
+                f"{torch.__version__} "
+                "has no guard for it (torch 2.13 has; any version guards attributes of objects)"
             )
 
     @contextlib.contextmanager
@@ -121,9 +122,10 @@ class ModuleCompiler:
     def tell_if_nothing_was_made(self) -> None:
         if not self._made and not self.given_up:
             self._say(
-                "fast: the compiler has found nothing to compile in the model, which runs as written (it passes over "
-                "recurrent layers, over code that breaks off inside loops, over blocks that are not called as such, "
-                "and over checkpoints with use_reentrant=True)"
+                "fast: compile has no effect: the compiler has found nothing to compile in the model (it skips "
+                "recurrent layers, "
+                "graph breaks inside loops, blocks that are not called as modules, and checkpoints with "
+                "use_reentrant=True)"
             )
 
     def failed(self, error: BaseException) -> bool:
@@ -137,7 +139,7 @@ class ModuleCompiler:
     def give_up(self, error: BaseException) -> None:
         self.given_up = True
         error = getattr(error, "inner_exception", error)
-        self._say(f"fast: compiling failed, and it goes on uncompiled ({type(error).__name__}: {first_line(error)})")
+        self._say(f"fast: compile disabled: compiling failed ({type(error).__name__}: {first_line(error)})")
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -307,8 +309,8 @@ class _RecompileLimitFilter(logging.Filter):
 def _too_often(reason: str) -> str:
     if "size mismatch" in reason or ".size()" in reason or "stride" in reason:
         return (
-            "there are too many shapes to compile for, and those that come new run uncompiled; pad batches to a few "
-            "lengths (buckets) to have them compiled"
+            "there are too many shapes to compile for, and new ones run uncompiled; pad batches to a few lengths "
+            "(buckets) to have them compiled"
         )
     known = f" ({reason})" if "==" in reason else ""
-    return f"code is compiled anew too often, for a value that changes{known}, and what comes new runs uncompiled"
+    return f"code is recompiled too often, for a value that changes{known}; new values run uncompiled"

@@ -97,9 +97,9 @@ class CudaGraphRunner:
         elif has_gradient_hooks(self._model):
             self._leave_out("hooks on gradients are Python, which a graph would not run")
         elif self._readings.too_many:
-            self._leave_out("forward and loss can read more Python values than could be watched in every step")
+            self._leave_out("forward and loss can read more Python values than guards can check in every step")
         elif not has_room(self._device):
-            self._leave_out("a graph keeps its memory, and no step would fit beside it")
+            self._leave_out("the memory of a graph would leave no room for an eager step")
         return taken
 
     def _rehearse(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
@@ -112,7 +112,7 @@ class CudaGraphRunner:
         if self._rehearsal.waits and not self._rehearsal.told:
             self._rehearsal, self._phase, self._steps = WarmupStep(told=True), self._rehearse, 0
         elif self._rehearsal.waits:
-            self._leave_out("forward or backward waits for the device (reads a value of it)")
+            self._leave_out("forward or backward synchronizes with the device (reads a value of it)")
         elif changed is not None:
             self._leave_out(f"forward or loss may read {changed}, which changes from step to step")
         else:
@@ -158,7 +158,7 @@ class CudaGraphRunner:
         self._rehearsal = WarmupStep()
         self._tries -= 1
         self._phase, self._steps, self._misses = self._settle if self._tries else None, 0, 0
-        self._say(f"fast: no step has been like the captured one for {PATIENCE} steps, so the CUDA graph is given up")
+        self._say(f"fast: CUDA graph disabled: no step has matched the captured one for {PATIENCE} steps")
 
     def _replay(self, captured: CapturedStep, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         if self._contest is not None and not self._contest.is_full:
@@ -178,16 +178,16 @@ class CudaGraphRunner:
         else:
             self._captured = None
             self._say(
-                f"fast: CUDA graphs left out: as a graph, forward and backward take {captured:.1f} ms where they take "
+                f"fast: CUDA graphs disabled: as a graph, forward and backward take {captured:.1f} ms where they take "
                 f"{written:.1f}"
             )
 
     def _leave_out(self, reason: str) -> None:
         self._phase = None
-        self._say(f"fast: CUDA graphs left out: {reason}{self._advice}")
+        self._say(f"fast: CUDA graphs disabled: {reason}{self._advice}")
 
 
 def _advice(chosen: FastPathChoice) -> str:
     """Return advice to compile the whole model: each compiled block is called from Python, which costs host time."""
     blocks = chosen.compiled not in ((), (WHOLE,))
-    return "; the host holds up the step: Fast(compile='whole') starts later and may be quicker" if blocks else ""
+    return "; the host limits the step: Fast(compile='whole') starts later and may be quicker" if blocks else ""

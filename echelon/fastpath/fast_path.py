@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,30 @@ Backward = Callable[[Tensor | float], None]
 Forward = Callable[[Any], Tensor]
 
 
+class ForwardPass(NamedTuple):
+    """A forward pass whose backward has not run yet.
+
+    loss:     loss of the batch; with a CUDA graph it is valid after backward
+    backward: function that runs backward of the loss times a weight
+    """
+
+    loss: Tensor
+    backward: Backward
+
+
+class EagerPass:
+    """A forward pass that has run eagerly, whose backward has not run yet."""
+
+    __slots__ = ("loss",)
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+    def backward(self, weight: Tensor | float) -> None:
+        """Run backward of the loss times ``weight``."""
+        backward_of(self.loss, weight)
+
+
 def prepare(model: nn.Module, chosen: FastPathChoice) -> None:
     """Set channels last if chosen, and undo what an earlier engine compiled.
 
@@ -38,11 +62,18 @@ def prepare(model: nn.Module, chosen: FastPathChoice) -> None:
 
 
 def fast_path(
-    plan: Plan, model: nn.Module, objective: Objective, given: Mapping[str, torch.optim.Optimizer], say: Say
+    plan: Plan,
+    model: nn.Module,
+    objective: Objective,
+    given: Mapping[str, torch.optim.Optimizer],
+    forward: Forward,
+    say: Say,
 ) -> FastPath | None:
     """Apply the chosen parts, and return the FastPath that the engine runs each step with.
 
     The result is None if steps run unchanged.
+
+    forward: function from a batch to its loss
     """
     chosen = plan.fast
     for optimizer in given.values() if chosen.channels_last else ():
@@ -52,24 +83,15 @@ def fast_path(
     pad(model, chosen.padded)
     if not (chosen.compiled or chosen.channels_last or chosen.graphs):
         return None
-    return FastPath(plan, model, objective, say)
-
-
-def plain_pass(batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
-    """Run forward unchanged; return the loss, and the function that runs its backward with a weight."""
-    loss = forward(batch)
-
-    def backward(weight: Tensor | float) -> None:
-        backward_of(loss, weight)
-
-    return loss, backward
+    return FastPath(plan, model, objective, forward, say)
 
 
 class FastPath:
     """Runs one rank's forward and backward on the fast path."""
 
-    def __init__(self, plan: Plan, model: nn.Module, objective: Objective, say: Say) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, objective: Objective, forward: Forward, say: Say) -> None:
         chosen = plan.fast
+        self._loss_of, self._say = forward, say
         self._channels_last = chosen.channels_last
         self._alone = (
             plan.ranks == 1 and plan.low_memory is None
@@ -89,33 +111,35 @@ class FastPath:
 
             self._graphs = CudaGraphRunner(plan, model, loss, say)
 
-    def stop_graphs(self) -> None:
-        """Stop using CUDA graphs."""
-        self._graphs = None
+    def stop_graphs(self, reason: str) -> None:
+        """Stop using CUDA graphs, and log the reason if they were in use."""
+        if self._graphs is not None:
+            self._graphs = None
+            self._say(f"fast: CUDA graphs disabled: {reason}")
 
     def arrange(self, batch: Any) -> Any:
         """Convert images to channels last on the device, without waiting for it."""
         return tree_map(_arranged, batch) if self._channels_last else batch
 
-    def run(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
-        """Run forward; return the loss, which is valid after backward, and the function that runs backward."""
+    def run(self, batch: Any) -> ForwardPass:
+        """Run forward: eagerly, compiled, or as a CUDA graph."""
         if self._compiling is not None:
             self._compiling.begin()
         if self._graphs is not None and self._objective.outputs is None:  # a graph returns only a loss
-            return self._graphs.run(batch, lambda given: self._plain(given, forward))
-        return self._plain(batch, forward)
+            return ForwardPass(*self._graphs.run(batch, self._plain))
+        return self._plain(batch)
 
-    def _plain(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+    def _plain(self, batch: Any) -> ForwardPass:
         if self._compiling is None or self._compiling.given_up:
-            return self._forward(batch, forward)
+            return self._forward(batch)
         before = self._kept()
         try:
             with self._compiling.step(recovers=before is not None):
-                loss, inner = self._forward(batch, forward)
+                loss, inner = self._forward(batch)
         except Exception as error:
             if not self._gives_up(error):
                 raise
-            return self._again(before, batch, forward)
+            return self._again(before, batch)
 
         def backward(weight: Tensor | float) -> None:
             fresh = all(parameter.grad is None for parameter in self._parameters)
@@ -127,9 +151,9 @@ class FastPath:
                     raise
                 for parameter in self._parameters:
                     parameter.grad = None
-                self._again(before, batch, forward)[1](weight)
+                self._again(before, batch).backward(weight)
 
-        return loss, backward
+        return ForwardPass(loss, backward)
 
     def _kept(self) -> PassSnapshot | None:
         """Return a snapshot of the state that a pass changes, in the first passes, which are likely to compile."""
@@ -147,20 +171,24 @@ class FastPath:
         self._compiling.give_up(error)
         return True
 
-    def _again(self, before: PassSnapshot | None, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+    def _again(self, before: PassSnapshot | None, batch: Any) -> ForwardPass:
         if before is not None:
             before.restore()
-        return plain_pass(batch, forward)
+        return self._eager(batch)
 
-    def _forward(self, batch: Any, forward: Forward) -> tuple[Tensor, Backward]:
+    def _eager(self, batch: Any) -> ForwardPass:
+        made = EagerPass(self._loss_of(batch))
+        return ForwardPass(made.loss, made.backward)
+
+    def _forward(self, batch: Any) -> ForwardPass:
         try:
-            return plain_pass(batch, forward)
+            return self._eager(batch)
         except RuntimeError as error:
             if not self._channels_last or "view size is not compatible" not in str(error):
                 raise
             raise UsageError(
-                "forward() lays out anew with view() what does not lie in its order: images are run with their "
-                "channels last here; write reshape() or flatten(), or give Strategy(fast=Fast(channels_last=False))"
+                "forward() calls view() on a tensor that is not contiguous, because images are in channels_last format "
+                "here; use reshape() or flatten(), or give Strategy(fast=Fast(channels_last=False))"
             ) from error
 
 

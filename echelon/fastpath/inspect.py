@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,21 +20,15 @@ from echelon.fastpath.policy import OFF, DeviceCapabilities, FastPathTraits, dec
 from echelon.nn import SparseEmbedding
 from echelon.nn.moe import MoE
 from echelon.parallel.autocast_unsafe import find_autocast_unsafe
-from echelon.plan import Plan
+from echelon.plan import Plan, make_plan
 from echelon.plan.build import sparse_names
+from echelon.plan.draft import Draft
 from echelon.plan.segments import repeated_blocks
 from echelon.strategy import Amp, Fast, Strategy
 from echelon.strategy.fastpath_choice import FastPathChoice
 
-if TYPE_CHECKING:
-    from echelon.plan.saved_plan import SavedPlan
-
 Optimizers = Mapping[str, torch.optim.Optimizer]
 Loss = Callable[..., Any]
-
-#: Request for a saved plan: its predictions are valid for the plan as stored, so only parts that change neither
-#: numerics nor predicted time are left open.
-OF_SAVED_PLANS = Fast(compile=False, bf16=False, channels_last=False, graphs=False, pad=False)
 
 
 def requested_fast_path(strategy: Strategy) -> Fast:
@@ -59,11 +53,33 @@ def choose_fast_path(
     return with_fast_path(plan, chosen)
 
 
-def choose_for_saved_plan(plan: Plan, saved: SavedPlan, world: World, model: nn.Module, optimizers: Optimizers) -> Plan:
-    """Return the plan with its fast path, in which the units that the saved draft compiles are compiled."""
-    plan = choose_fast_path(plan, Strategy(fast=OF_SAVED_PLANS), world, model, optimizers)
-    units = tuple(name for names in saved.units for name in names) if saved.draft.compile else ()
-    return dataclasses.replace(plan, fast=dataclasses.replace(plan.fast, compiled=units))
+def choose_for_saved_plan(
+    plan: Plan,
+    draft: Draft,
+    strategy: Strategy,
+    world: World,
+    model: nn.Module,
+    optimizers: Optimizers,
+    loss: Loss | None = None,
+) -> Plan:
+    """Return the plan with the fast path of a run without a strategy, in the draft's precision.
+
+    It compiles if the draft does; on a GPU, a part that is impossible there is left out with a line.
+    """
+    asked, machine = requested_fast_path(strategy), machine_of(world)
+    compile = asked.compile if machine.cuda or asked.compile is False else True
+    asked = dataclasses.replace(asked, bf16=False, compile=draft.compile and compile)
+    chosen = decide(asked, draft.amp or False, traits_of(plan, machine, model, optimizers, False, loss))
+    return with_fast_path(plan, chosen)
+
+
+def choose_for_one_device(
+    strategy: Strategy, machine: DeviceCapabilities, model: nn.Module, optimizers: Optimizers, loss: Loss | None = None
+) -> FastPathChoice:
+    """Return the fast path of a run of one process on such a device."""
+    plan = make_plan(model, optimizers, Strategy(), 1)
+    traits = traits_of(plan, machine, model, optimizers, False, loss)
+    return decide(requested_fast_path(strategy), strategy.amp, traits)
 
 
 def with_fast_path(plan: Plan, chosen: FastPathChoice) -> Plan:
@@ -125,11 +141,11 @@ def _alike(model: nn.Module, names: list[str]) -> tuple[str, ...]:
 
 def _cut(plan: Plan, model: nn.Module, served: bool) -> str | None:
     if plan.mesh.get("split", 1) > 1:
-        return "split layers talk to other ranks in their midst"
+        return "split layers communicate with other ranks inside forward"
     if served or any(isinstance(module, SparseEmbedding) for module in model.modules()):
-        return "rows of sparse tables come from servers in its midst"
+        return "forward pulls rows of sparse tables from servers"
     if any(isinstance(module, MoE) for module in model.modules()):
-        return "experts get another number of tokens in every step"
+        return "the number of tokens of an expert changes from step to step"
     return None
 
 
@@ -143,19 +159,19 @@ def _only_blocks(plan: Plan) -> str | None:
     Both cases give the numbers of uncompiled runs, but a gain has not been measured yet.
     """
     if plan.mesh.get("stage", 1) > 1:
-        return "stages hand on what their units make"
+        return "stages send the outputs of units"
     if plan.shard is not None and plan.shard.level == 3:
-        return "shard 3 fetches weights layer by layer"
+        return "shard 3 gathers weights layer by layer"
     return None
 
 
 def _slow_inside(plan: Plan) -> str | None:
     if plan.sync_batch_norm:
         return (
-            f"{len(plan.sync_batch_norm)} batch norms talk to other ranks in its midst; with sync_batch_norm=False "
-            "it is compiled"
+            f"{len(plan.sync_batch_norm)} batch norms communicate with other ranks inside forward; "
+            "with sync_batch_norm=False the model is compiled"
         )
-    return "kept activations go to host memory" if plan.offload else None
+    return "activations are offloaded to host memory" if plan.offload else None
 
 
 def _has_convolutions(model: nn.Module) -> bool:
@@ -168,7 +184,9 @@ def _views(model: nn.Module) -> str | None:
         forward = getattr(type(module), "forward", None)  # a scripted module's class has none
         of_torch = str(getattr(forward, "__module__", "")).partition(".")[0] == "torch"
         if not of_torch and "view" in _names(forward) and _has_convolutions(module):
-            return f"forward() of {type(module).__name__} uses view(), which wants the usual order (reshape() does not)"
+            return (
+                f"forward() of {type(module).__name__} uses view(), which needs contiguous tensors (reshape() does not)"
+            )
     return None
 
 
@@ -178,13 +196,13 @@ def _names(function: object) -> tuple[str, ...]:
 
 def _unfused(plan: Plan, model: nn.Module, served: bool) -> str | None:
     if served:
-        return "servers take the steps"
+        return "parameter servers run the optimizer"
     if plan.shard is not None and plan.shard.offload:
         return "the optimizer steps in host memory"
     if plan.dgc is not None:
-        return "compressed gradients have a step of their own"
+        return "compressed gradients have their own optimizer step"
     if plan.low_memory is not None:
-        return "low_memory has a step of its own"
+        return "low_memory has its own optimizer step"
     return "some gradients are sparse" if sparse_names(model) else None
 
 
@@ -192,15 +210,15 @@ def _uncaptured(plan: Plan, model: nn.Module, served: bool, optimizers: int) -> 
     if served:
         return "rows of sparse tables come from servers in every step"
     if plan.ranks > 1:
-        return f"{plan.ranks} ranks talk to one another in every step"
+        return f"{plan.ranks} ranks communicate in every step"
     if plan.pipeline is not None or plan.shard is not None or plan.offload:
         return "a step is more than one forward and backward pass"
     if plan.low_memory is not None:
-        return "low_memory steps while backward runs"
+        return "low_memory runs the optimizer inside backward"
     if optimizers > 1:
-        return "with several optimizers the loop is the user's"
+        return "several optimizers need a custom loop"
     if any(hasattr(module, "auxiliary_loss") for module in model.modules()):
-        return "modules leave losses behind"
+        return "modules keep auxiliary losses"
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        return "scripted modules hold values out of Python's sight"
+        return "scripted modules hold values that guards cannot read"
     return "some gradients are sparse" if sparse_names(model) else None

@@ -79,7 +79,7 @@ def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
         "compile": _no_compile(traits),
         "bf16": _no_bf16(amp, traits),
         "channels_last": traits.views if traits.convolutions else "the model has no 2-D convolutions",
-        "fused": traits.unfused or (None if traits.unset else "no optimizer here has a fused step that is left open"),
+        "fused": traits.unfused or (None if traits.unset else "no optimizer with a fused step leaves fused= unset"),
         "graphs": _no_graphs(traits),
     }
     on = {part: _is_on(part, getattr(asked, part), reason, traits) for part, reason in reasons.items()}
@@ -107,7 +107,7 @@ def _is_on(part: str, wish: object, reason: str | None, traits: FastPathTraits) 
         return False
     impossible = _impossible(part, reason, traits)
     if impossible is not None:
-        raise UsageError(f"Fast({part}={wish!r}) was asked, but {impossible}; leave {part} out of Fast(...)")
+        raise UsageError(f"Fast({part}={wish!r}): {impossible}; leave {part} out of Fast(...)")
     return True
 
 
@@ -118,7 +118,7 @@ def _impossible(part: str, reason: str | None, traits: FastPathTraits) -> str | 
     if part == "channels_last" and traits.convolutions:
         return None
     if part == "graphs" and not traits.machine.cuda:
-        return "only NVIDIA GPUs have them"
+        return "only NVIDIA GPUs have CUDA graphs"
     return reason
 
 
@@ -132,7 +132,7 @@ def _no_compile(traits: FastPathTraits) -> str | None:
 
 def _no_bf16(amp: object, traits: FastPathTraits) -> str | None:
     if amp is not None:
-        return "Strategy(amp=...) says what to compute in"
+        return "Strategy(amp=...) already sets the dtype"
     if not traits.fp32:
         return "the weights are not all fp32"
     if traits.unsafe:
@@ -146,10 +146,10 @@ def _no_graphs(traits: FastPathTraits) -> str | None:
 
 def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: FastPathTraits) -> str | None:
     if not traits.odd:
-        return "no large output layer is of an odd size"
+        return "no large output layer needs padding"
     if traits.compiled or compiled == (WHOLE,):
-        return "the compiler does it"
-    return None if sixteen else "it pays in 16 bits only"
+        return "the compiler already pads"
+    return None if sixteen else "padding speeds up 16-bit compute only"
 
 
 def _compiled(asked: Fast, traits: FastPathTraits) -> tuple[str, ...]:
@@ -159,11 +159,11 @@ def _compiled(asked: Fast, traits: FastPathTraits) -> tuple[str, ...]:
     with dynamic shapes, so compiling the whole model is faster.
     """
     if asked.compile == "blocks" and not traits.blocks:
-        raise UsageError("Fast(compile='blocks') was asked, but the model has no repeated blocks; use compile='whole'")
+        raise UsageError("Fast(compile='blocks'): the model has no repeated blocks; use compile='whole'")
     whole = asked.compile == "whole" or not traits.blocks
     if whole and traits.only_blocks:
         raise UsageError(
-            f"Fast(compile={asked.compile!r}) was asked, but {traits.only_blocks}, so that only repeated blocks can be "
+            f"Fast(compile={asked.compile!r}): {traits.only_blocks}, so that only repeated blocks can be "
             f"compiled{'; use compile=True' if traits.blocks else ', and there are none; leave compile out'}"
         )
     return (WHOLE,) if whole else traits.blocks
@@ -188,7 +188,7 @@ def startup_lines(chosen: FastPathChoice) -> Iterator[str]:
     if chosen.any:
         yield f"fast: {'; '.join(_parts(chosen))}; Strategy(fast=False) switches it off"
     for part, reason in chosen.left_out.items():
-        yield f"fast: {part} left out: {reason}"
+        yield f"fast: {part} disabled: {reason}"
 
 
 def _parts(chosen: FastPathChoice) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _parts(chosen: FastPathChoice) -> Iterator[str]:
     if chosen.fused:
         yield f"fused {', '.join(dict.fromkeys(chosen.fused.values()))}"
     if chosen.graphs:
-        yield "CUDA graphs where the host holds up the step"
+        yield "CUDA graphs where the host limits the step"
 
 
 def _what(names: tuple[str, ...]) -> str:

@@ -74,12 +74,12 @@ class HostAgent(LocalElasticAgent):
     def __init__(
         self,
         job: Job,
-        muster: LauncherRendezvous,
+        rendezvous: LauncherRendezvous,
         ranks: RankEnvironment,
-        guard: OrphanReaper,
+        reaper: OrphanReaper,
         host: str,
         marks: GracefulStopMarkers,
-        companions: Sequence[AgentPlugin] = (),
+        plugins: Sequence[AgentPlugin] = (),
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -87,13 +87,13 @@ class HostAgent(LocalElasticAgent):
             entrypoint=sys.executable,
             # torch substitutes ${...}, so a dollar must be escaped
             args=tuple(word.replace("$", "$$") for word in job.command),
-            rdzv_handler=muster,
+            rdzv_handler=rendezvous,
             max_restarts=job.max_restarts,
             monitor_interval=LOOK,
         )
         super().__init__(spec, ranks)
-        self._muster, self._ranks, self._guard, self._host = muster, ranks, guard, host
-        self._marks, self._companions, self._grace = marks, companions, job.options.grace
+        self._launcher_rendezvous, self._ranks, self._reaper, self._host = rendezvous, ranks, reaper, host
+        self._marks, self._plugins, self._grace = marks, plugins, job.options.grace
         self._sessions: list[int] = []
         self._succeeded = False
         self._notice = StopNotice()
@@ -103,43 +103,45 @@ class HostAgent(LocalElasticAgent):
 
     def _invoke_run(self, role: str = "") -> RunResult:
         """Run until every rank of every host is done; raises ``JobFailed`` when a failure is final."""
-        verdict = None
+        outcome = None
         while True:
             try:
-                self._begin(verdict)
+                self._begin(outcome)
                 with self._notice.heeded():
-                    verdict = self._watch()
-                    if verdict is None:
-                        self._end_companions()
+                    outcome = self._watch()
+                    if outcome is None:
+                        self._end_plugins()
                         return self._success()
-                    self._announce(verdict)
-                    self._end(verdict)
+                    self._announce(outcome)
+                    self._end(outcome)
             except StoreGone as gone:
-                verdict = self._muster.recover_lost_store(gone)
-                self._announce(verdict)
-                self._end(verdict)
+                outcome = self._launcher_rendezvous.recover_lost_store(gone)
+                self._announce(outcome)
+                self._end(outcome)
             except RoundEnded as end:
-                verdict = end.verdict
-            if not verdict.again:
-                raise JobFailed(verdict.failure)
+                outcome = end.outcome
+            if not outcome.again:
+                raise JobFailed(outcome.failure)
             if self._succeeded:
                 return self._success()
-            self._muster.accept(verdict)
+            self._launcher_rendezvous.accept(outcome)
 
     def _success(self) -> RunResult:
         return RunResult(WorkerState.SUCCEEDED, {rank.global_rank: None for rank in self._worker_group.workers})
 
-    def _begin(self, verdict: RoundOutcome | None) -> None:
-        before = self._muster.lineup
+    def _begin(self, outcome: RoundOutcome | None) -> None:
+        before = self._launcher_rendezvous.members
         if self._notice.given is not None:  # the signal arrived while another cause ended the ranks
             raise SignalException(f"stopped by {self._notice.given.name}", self._notice.given)
         self._initialize_workers(self._worker_group)
-        if news := self._muster.lineup.news(before, self._host, verdict.failure if verdict else None):
-            say(news)
-            self.note("notice", news)
+        if changes := self._launcher_rendezvous.members.changes(
+            before, self._host, outcome.failure if outcome else None
+        ):
+            say(changes)
+            self.note("notice", changes)
         pids = {rank.global_rank: int(rank.id) for rank in self._worker_group.workers}
-        for companion in self._companions:
-            companion.begin(self._round, pids)
+        for plugin in self._plugins:
+            plugin.begin(self._round, pids)
 
     def _watch(self) -> RoundOutcome | None:
         """Watch until the round is over; return its outcome, None if all ranks have succeeded."""
@@ -147,35 +149,35 @@ class HostAgent(LocalElasticAgent):
             time.sleep(LOOK)
             if self._notice.given is not None:
                 self._leave(self._notice.given)
-            verdict = self._local_verdict() or self._others_verdict()
-            if verdict is not None or self._succeeded:
-                return verdict
+            outcome = self._local_verdict() or self._others_verdict()
+            if outcome is not None or self._succeeded:
+                return outcome
 
     def _local_verdict(self) -> RoundOutcome | None:
         codes = self._exit_codes()
         failures = [self._describe(rank, code) for rank, code in codes if code and not self._has_left(rank, code)]
         if failures:
             cause = first_cause(failures)
-            lost = self._muster.find_lost() if cause.secondary else None
-            return lost or self._muster.settle(cause)
+            lost = self._launcher_rendezvous.find_lost() if cause.secondary else None
+            return lost or self._launcher_rendezvous.settle(cause)
         if any(code == REQUEUE for _, code in codes):
             return self._left_unasked([code for _, code in codes])
         if self._looks.due():
-            for companion in self._companions:
-                if (found := companion.look()) is not None:
-                    return self._muster.settle(found, "stuck")
+            for plugin in self._plugins:
+                if (found := plugin.look()) is not None:
+                    return self._launcher_rendezvous.settle(found, "stuck")
         return None
 
     def _others_verdict(self) -> RoundOutcome | None:
         """Return the outcome that other hosts report; also detect that the whole job is done."""
         if not self._pace.due():
             return None
-        if (verdict := self._muster.verdict()) is not None:
-            return verdict
+        if (outcome := self._launcher_rendezvous.outcome()) is not None:
+            return outcome
         if all(code == 0 for _, code in self._exit_codes()):
-            self._muster.finish()
-            self._succeeded = self._muster.all_finished()
-        return None if self._succeeded else self._muster.changed_hosts()
+            self._launcher_rendezvous.finish()
+            self._succeeded = self._launcher_rendezvous.all_finished()
+        return None if self._succeeded else self._launcher_rendezvous.changed_hosts()
 
     # Preemption
 
@@ -185,12 +187,12 @@ class HostAgent(LocalElasticAgent):
             raise SignalException(f"stopped by {number.name}", number)
         leaving = host_failure(self._host, f"is leaving ({number.name})", REQUEUE)
         try:
-            verdict = self._muster.leave_rendezvous(leaving)
+            outcome = self._launcher_rendezvous.leave_rendezvous(leaving)
         except StoreGone:
-            verdict = RoundOutcome(leaving, again=False, cause="leaving")
-        if not self._end(verdict, asked=True):
+            outcome = RoundOutcome(leaving, again=False, cause="leaving")
+        if not self._end(outcome, asked=True):
             raise SignalException(f"stopped by {number.name}", number)
-        raise HostPreempted(number, goes_on=verdict.again)
+        raise HostPreempted(number, goes_on=outcome.again)
 
     def _left_unasked(self, codes: list[int | None]) -> RoundOutcome | None:
         """Decide the round whose ranks left without a request of this host: another host's, or a signal to a rank."""
@@ -199,7 +201,9 @@ class HostAgent(LocalElasticAgent):
         waited = now - self._left_since
         if waited < WORD_OF_LEAVING or (None in codes and waited < self._grace):
             return None
-        return self._muster.settle(host_failure(self._host, "has saved and asks to be started again", REQUEUE), "left")
+        return self._launcher_rendezvous.settle(
+            host_failure(self._host, "has saved and requests a restart", REQUEUE), "left"
+        )
 
     def _can_leave(self) -> bool:
         return any(self._marks.has(rank.global_rank) for rank in self._worker_group.workers)
@@ -207,48 +211,50 @@ class HostAgent(LocalElasticAgent):
     def _has_left(self, rank: Worker, code: int) -> bool:
         return code == REQUEUE and self._marks.has(rank.global_rank)
 
-    def _end(self, verdict: RoundOutcome, asked: bool = False) -> bool:
+    def _end(self, outcome: RoundOutcome, asked: bool = False) -> bool:
         """End the ranks of this round; return True if all have saved and exited by themselves."""
         left = False
-        if (verdict.soft or asked) and self._can_leave():
+        if (outcome.soft or asked) and self._can_leave():
             running = [int(rank.id) for rank, code in self._exit_codes() if code is None]
             left = request_graceful_stop(running, lambda: [code for _, code in self._exit_codes()], self._grace)
-            if left and verdict.again and not any(code for _, code in self._exit_codes()):
+            if left and outcome.again and not any(code for _, code in self._exit_codes()):
                 self._finish_all()
         self._stop_workers(self._worker_group)
         self._worker_group.state = WorkerState.STOPPED
-        self._end_companions()
+        self._end_plugins()
         with contextlib.suppress(StoreGone):
-            self._muster.ended()
-            if left and (asked or not verdict.again):
-                self._muster.wait_for_other_hosts(self._grace)
+            self._launcher_rendezvous.ended()
+            if left and (asked or not outcome.again):
+                self._launcher_rendezvous.wait_for_other_hosts(self._grace)
         return left
 
-    def _end_companions(self) -> None:
-        for companion in self._companions:
-            companion.end()
+    def _end_plugins(self) -> None:
+        for plugin in self._plugins:
+            plugin.end()
 
     def _finish_all(self) -> None:
         """Finish the job if all hosts' ranks were already done when they were asked to stop."""
-        self._muster.finish()
+        self._launcher_rendezvous.finish()
         deadline = time.monotonic() + GRACE
         while not self._succeeded and time.monotonic() < deadline:
             time.sleep(LOOK)
-            self._succeeded = self._muster.all_finished()
+            self._succeeded = self._launcher_rendezvous.all_finished()
 
     # Log lines
 
     def note(self, kind: Kind, text: str, failure: Failure | None = None) -> None:
         """Write an event to the run log, with the failed rank. One host writes for all, as hosts may share the log."""
-        if self._muster.is_first:
+        if self._launcher_rendezvous.is_first:
             note_beside(kind, text, failure.of_rank if failure is not None else None)
 
-    def _announce(self, verdict: RoundOutcome) -> None:
-        if verdict.again and verdict.counted:
-            restart = f"restart {self._muster.lineup.restarts + 1} of {self._worker_group.spec.max_restarts}"
-            cause = f"{verdict.failure.who} {verdict.failure.how}"
+    def _announce(self, outcome: RoundOutcome) -> None:
+        if outcome.again and outcome.counted:
+            restart = (
+                f"restart {self._launcher_rendezvous.members.restarts + 1} of {self._worker_group.spec.max_restarts}"
+            )
+            cause = f"{outcome.failure.who} {outcome.failure.how}"
             say(f"restarting all ranks ({restart}) because {cause}")
-            self.note("restart", f"restarting all ranks ({restart}) because {cause}", verdict.failure)
+            self.note("restart", f"restarting all ranks ({restart}) because {cause}", outcome.failure)
 
     def _describe(self, rank: Worker, exit_code: int) -> Failure:
         record = read_record(self._ranks.record_of(rank.global_rank))
@@ -274,19 +280,19 @@ class HostAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
         # torch derives the restart count from it: the round's number, which must be the same on every host
-        self._remaining_restarts = worker_group.spec.max_restarts - self._muster.lineup.number
-        self._round = self._muster.as_round(self._ranks.log_dir)
-        self._ranks.endpoints = self._muster.endpoints
+        self._remaining_restarts = worker_group.spec.max_restarts - self._launcher_rendezvous.members.number
+        self._round = self._launcher_rendezvous.as_round(self._ranks.log_dir)
+        self._ranks.endpoints = self._launcher_rendezvous.endpoints
         self._ranks.more = dict(self._marks.environment)
-        for companion in self._companions:
-            self._ranks.more |= companion.environment(self._round)
-        if self._muster.lineup.number == 0 and self._muster.is_first:
-            forget_logs(self._ranks.log_dir, "rank", beyond=len(self._muster.endpoints))
+        for plugin in self._plugins:
+            self._ranks.more |= plugin.environment(self._round)
+        if self._launcher_rendezvous.members.number == 0 and self._launcher_rendezvous.is_first:
+            forget_logs(self._ranks.log_dir, "rank", beyond=len(self._launcher_rendezvous.endpoints))
             forget_logs(self._ranks.log_dir, "server", beyond=0)
 
     def _assign_worker_ranks(self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
         """Assign ranks by the hosts' endpoints, one per rank. torch's own method waits in the store for every host."""
-        counts = [len(host.endpoints) for host in self._muster.hosts]
+        counts = [len(host.endpoints) for host in self._launcher_rendezvous.hosts]
         first, world = sum(counts[:group_rank]), sum(counts)
         return [Worker(local, first + local, first + local, world, world) for local in range(counts[group_rank])]
 
@@ -296,7 +302,7 @@ class HostAgent(LocalElasticAgent):
         with signals_held():
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._sessions = list(pids.values())
-            self._guard.watch(self._sessions)
+            self._reaper.watch(self._sessions)
         return pids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE, **_: Any) -> None:

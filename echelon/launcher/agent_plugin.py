@@ -24,7 +24,7 @@ class Round:
     #: in order; ``host.endpoints`` has one entry per rank
     hosts: tuple[RendezvousHost, ...]
     #: store for messages between launchers in this round. Calls may raise RuntimeError if the serving host is lost
-    board: Store
+    store: Store
     #: address and port at which ranks, and their launcher, reach the ranks' store from this host
     rank_store: tuple[str, int]
     log_dir: Path
@@ -38,7 +38,7 @@ class AgentPlugin(Protocol):
     """Lives as long as the launcher. A round calls ``environment`` before its ranks start, ``end`` after they end."""
 
     @property
-    def card(self) -> Mapping[str, str]:
+    def announcement(self) -> Mapping[str, str]:
         """The values that launchers of other hosts need from this one (``RendezvousHost.extras``)."""
         ...
 

@@ -57,8 +57,8 @@ class Failure:
             said = said if len(said) <= _LONGEST_LINE else said[:_LONGEST_LINE] + " ..."
             if self.kind == STALLED:
                 return f"stalled: {said}"
-            told = f"{said}{in_brackets(self.place)}"
-            return told if self.rank < 0 else f"raised {self.kind}{': ' if said else ''}{told}"
+            described = f"{said}{in_brackets(self.place)}"
+            return described if self.rank < 0 else f"raised {self.kind}{': ' if said else ''}{described}"
         return f"failed with exit code {self.exit_code}"
 
     @property

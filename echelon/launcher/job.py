@@ -10,11 +10,11 @@ from pathlib import Path
 
 from echelon.base import network
 from echelon.base.errors import UsageError, nearest
+from echelon.base.recorded_steps import check_steps
 from echelon.distributed import rank_main
 from echelon.launcher.rendezvous.host_options import at_least, check_node_rank, host_counts, meeting_points
 from echelon.launcher.role_assignment import MAX_RESTARTS, ParameterServerRoles, check_roles
 from echelon.launcher.run_options import RunOptions
-from echelon.strategy.recorded_steps import check_steps
 
 #: Lower limit of --host-timeout, in seconds.
 LEAST_HOST_TIMEOUT = 2.0
@@ -98,7 +98,7 @@ def check(options: RunOptions) -> Job:
     steps = None if options.timeline is None else check_steps(options.timeline, "--timeline")
     visible = _choose_gpus(options.gpus) if options.gpus is not None else None  # imports torch, after all other checks
     if options.plan is not None:
-        procs = _planned(options.plan, procs, visible, hosts, served=roles is not None)
+        procs = _planned(options.plan, procs, visible, hosts, has_servers=roles is not None)
     return Job(
         options,
         procs=_count_processes(procs, visible) if roles is None else roles.workers,
@@ -116,11 +116,11 @@ def check(options: RunOptions) -> Job:
     )
 
 
-def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int, served: bool) -> int:
+def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int, has_servers: bool) -> int:
     """Return the number of processes on this host: as given, else as many as the plan needs."""
     from echelon.plan.saved_plan import SavedPlan
 
-    if served:
+    if has_servers:
         raise UsageError("--plan is for jobs without parameter servers; leave --plan or the servers out")
     needed = SavedPlan.load(plan).draft.ranks
     asked = procs if procs is not None else len(visible) if visible is not None else None

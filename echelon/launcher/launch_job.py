@@ -72,8 +72,10 @@ def launch(job: Job) -> int:
     if job.one_host and job.master is not None:
         say("--master is not needed for a job on one host and is left out")
     try:
-        with tempfile.TemporaryDirectory(prefix="echelon-") as records, OrphanReaper(records) as guard:
-            return _run_ranks(job, Path(records), guard) if job.roles is None else _run_roles(job, Path(records), guard)
+        with tempfile.TemporaryDirectory(prefix="echelon-") as records, OrphanReaper(records) as reaper:
+            return (
+                _run_ranks(job, Path(records), reaper) if job.roles is None else _run_roles(job, Path(records), reaper)
+            )
     except SignalException as stop:
         return _stopped(stop)
 
@@ -106,24 +108,24 @@ def _forget_surrounding_job() -> None:
             os.environ.pop(name, None)
 
 
-def _run_ranks(job: Job, records: Path, guard: OrphanReaper) -> int:
+def _run_ranks(job: Job, records: Path, reaper: OrphanReaper) -> int:
     address = own_address(job)
     export(job, address)
     with contextlib.ExitStack() as closing:
-        companions = _companions(job, address, records)
-        for companion in companions:
-            closing.callback(companion.close)
-        muster = open_rendezvous(job, address, lambda: _cards(companions), say)
+        plugins = _plugins(job, address, records)
+        for plugin in plugins:
+            closing.callback(plugin.close)
+        rendezvous = open_rendezvous(job, address, lambda: _announcements(plugins), say)
         ranks = RankEnvironment(job.log_dir, records)
-        agent = HostAgent(job, muster, ranks, guard, socket.gethostname(), GracefulStopMarkers(records), companions)
+        agent = HostAgent(job, rendezvous, ranks, reaper, socket.gethostname(), GracefulStopMarkers(records), plugins)
         try:
-            return _run_agent(agent, muster)
+            return _run_agent(agent, rendezvous)
         finally:
             if job.timeline is not None:
                 _tell_timeline()
 
 
-def _run_agent(agent: HostAgent, muster: LauncherRendezvous) -> int:
+def _run_agent(agent: HostAgent, rendezvous: LauncherRendezvous) -> int:
     last_word, goes_on = "", False
     try:
         agent.run()
@@ -144,33 +146,33 @@ def _run_agent(agent: HostAgent, muster: LauncherRendezvous) -> int:
     except SignalException as stop:
         last_word = f"it was stopped by {stop.sigval.name}"
         agent.note("ended", f"stopped by {stop.sigval.name}")
-        goes_on = _tell_others(muster, f"was stopped by {stop.sigval.name}", -stop.sigval)
+        goes_on = _tell_others(rendezvous, f"was stopped by {stop.sigval.name}", -stop.sigval)
         raise
     except EchelonError as error:
         last_word = str(error)
-        _tell_others(muster, f"gave up: {error}", 1)
+        _tell_others(rendezvous, f"gave up: {error}", 1)
         raise
     finally:
         with contextlib.suppress(PeerLost):
-            muster.depart(last_word, goes_on)
+            rendezvous.depart(last_word, goes_on)
 
 
-def _companions(job: Job, address: str, records: Path) -> list[AgentPlugin]:
+def _plugins(job: Job, address: str, records: Path) -> list[AgentPlugin]:
     """Return the plugins of this launcher."""
-    companions: list[AgentPlugin] = [
+    plugins: list[AgentPlugin] = [
         StartupWaitPlugin(records, say),
         StallPlugin(job.options.stall, ends=job.options.on_stall == "end"),
     ]
     if job.copies:
-        companions.append(MemoryCheckpointPlugin(address, find_token(), job.copies))
-    return companions
+        plugins.append(MemoryCheckpointPlugin(address, find_token(), job.copies))
+    return plugins
 
 
-def _cards(companions: Sequence[AgentPlugin]) -> dict[str, str]:
-    return {name: value for companion in companions for name, value in companion.card.items()}
+def _announcements(plugins: Sequence[AgentPlugin]) -> dict[str, str]:
+    return {name: value for plugin in plugins for name, value in plugin.announcement.items()}
 
 
-def _run_roles(job: Job, records: Path, guard: OrphanReaper) -> int:
+def _run_roles(job: Job, records: Path, reaper: OrphanReaper) -> int:
     roles = job.roles
     assert roles is not None
     session = open_session(roles, job.log_dir, os.environ)
@@ -180,7 +182,7 @@ def _run_roles(job: Job, records: Path, guard: OrphanReaper) -> int:
         forget_logs(job.log_dir, "rank", beyond=roles.trainers)
         forget_logs(job.log_dir, "server", beyond=len(roles.endpoints))
     try:
-        create_ps_job(job, roles, session, records, guard).run()
+        create_ps_job(job, roles, session, records, reaper).run()
     except JobFailed as end:
         _report(end.failure)
         note_beside("failed", end.failure.line, end.failure.of_rank)
@@ -218,15 +220,18 @@ def _report(failure: Failure) -> None:
         say(f"its log is {failure.log}{here}")
 
 
-def _tell_others(muster: LauncherRendezvous, why: str, exit_code: int) -> bool:
+def _tell_others(rendezvous: LauncherRendezvous, why: str, exit_code: int) -> bool:
     """Tell the other hosts that this one leaves; return True if the job continues without it."""
     with contextlib.suppress(PeerLost):
-        return bool(muster.hosts) and muster.leave_rendezvous(host_failure(socket.gethostname(), why, exit_code)).again
+        return (
+            bool(rendezvous.hosts)
+            and rendezvous.leave_rendezvous(host_failure(socket.gethostname(), why, exit_code)).again
+        )
     return False
 
 
 def _left(end: HostPreempted) -> int:
-    say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} asks to be started again")
+    say(f"stopped by {end.number.name} after saving; exit code {REQUEUE} requests a restart")
     return REQUEUE
 
 

@@ -31,7 +31,7 @@ class MemoryCheckpointPlugin:
         self.server = SnapshotServer(address, token or self._own_key.encode())
 
     @property
-    def card(self) -> Mapping[str, str]:
+    def announcement(self) -> Mapping[str, str]:
         return {_ADDRESS: self.server.address} | ({_KEY: self._own_key} if self._own_key else {})
 
     def environment(self, at: Round) -> Mapping[str, str]:

@@ -32,9 +32,9 @@ def processes_of(sessions: Iterable[int]) -> list[int]:
     return found
 
 
-def end_sessions(sessions: Iterable[int], patience: float = 5.0) -> None:
-    """Kill every process of these sessions and wait until none is left, at most ``patience`` seconds."""
-    wanted, deadline = set(sessions), time.monotonic() + patience
+def end_sessions(sessions: Iterable[int]) -> None:
+    """Kill every process of these sessions and wait until none is left, at most 5 seconds."""
+    wanted, deadline = set(sessions), time.monotonic() + 5.0
     while wanted and (left := processes_of(wanted)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):

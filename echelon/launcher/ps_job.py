@@ -45,7 +45,7 @@ BLIND = 5.0
 
 
 def create_ps_job(
-    job: Job, roles: ParameterServerRoles, session: JobSession, records: Path, guard: OrphanReaper
+    job: Job, roles: ParameterServerRoles, session: JobSession, records: Path, reaper: OrphanReaper
 ) -> ParameterServerJob:
     """Create the job of this host without starting processes. Common variables are in the launcher's environment."""
     host = socket.gethostname()
@@ -56,15 +56,15 @@ def create_ps_job(
     ) -> ManagedProcess:
         name = f"{log}-{index}"
         files = job.log_dir / f"{name}.log", records / f"{name}.json"
-        told = env | waits.environment()
-        return ManagedProcess(role, index, count, host, (sys.executable, *command), told, *files)
+        variables = env | waits.environment()
+        return ManagedProcess(role, index, count, host, (sys.executable, *command), variables, *files)
 
     marks, waits = GracefulStopMarkers(records), StartupWaitPlugin(records, say)
     servers, workers = len(roles.endpoints), enumerate(worker_environments(roles), roles.first_trainer)
     return ParameterServerJob(
         [member("server", "server", n, servers, serve, server_environment(roles, n, session)) for n in roles.servers],
         [member("worker", "rank", n, roles.trainers, job.command, env | marks.environment) for n, env in workers],
-        guard=guard,
+        reaper=reaper,
         meet=WorkersStore(job).open,
         bound=Path(os.environ[BOUND_MARK]),
         max_restarts=job.max_restarts,
@@ -113,7 +113,7 @@ class ParameterServerJob:
         servers: list[ManagedProcess],
         workers: list[ManagedProcess],
         *,
-        guard: OrphanReaper,
+        reaper: OrphanReaper,
         meet: Callable[[], dict[str, str]],
         bound: Path,
         max_restarts: int,
@@ -124,7 +124,7 @@ class ParameterServerJob:
         waits: StartupWaitPlugin,
     ) -> None:
         self._servers, self._workers = servers, workers
-        self._guard, self._meet, self._bound = guard, meet, bound
+        self._reaper, self._meet, self._bound = reaper, meet, bound
         self._max_restarts, self._one_host = max_restarts, one_host
         self._marks, self._grace, self._standstill, self._waits = marks, grace, standstill, waits
         self._notice = StopNotice()
@@ -143,7 +143,7 @@ class ParameterServerJob:
             raise
         self._end(self._servers)
         if any(worker.exit_code for worker in self._workers):
-            raise JobFailed(host_failure(socket.gethostname(), "has saved and asks to be started again", REQUEUE))
+            raise JobFailed(host_failure(socket.gethostname(), "has saved and requests a restart", REQUEUE))
 
     def _watch(self) -> None:
         while not self._done():
@@ -259,7 +259,7 @@ class ParameterServerJob:
                 if member.role == "worker":
                     self._marks.forget(member.index)
                 member.start()
-            self._guard.watch([member.session for member in self._all if member.session])
+            self._reaper.watch([member.session for member in self._all if member.session])
 
     def _end(self, members: list[ManagedProcess]) -> None:
         """Terminate processes, kill those that remain, then kill other processes in their sessions."""

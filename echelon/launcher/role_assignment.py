@@ -72,25 +72,25 @@ def check_roles(options: RunOptions) -> ParameterServerRoles | None:
     total, first = _count_workers(here, options.trainers, options.trainer_id_from, pservers is not None)
     endpoints, own = _own_endpoints(servers or 0) if pservers is None else _listed_endpoints(pservers, servers)
     if not own and not here:
-        raise UsageError("no server of the list is on this host and --workers is 0; there is nothing to start here")
+        raise UsageError("no server of --pservers is on this host and --workers is 0; there is nothing to start here")
     return ParameterServerRoles(endpoints, own, here, total, first, None if state is None else Path(state).absolute())
 
 
 def _count_workers(here: int, trainers: int | None, first: int | None, listed: bool) -> tuple[int, int]:
     """Return the number of all workers, and the id of the first one here."""
     if here < (0 if listed else 1):
-        raise UsageError(f"--workers {here} makes no job; it must be {0 if listed else 1} or more")
+        raise UsageError(f"--workers {here}: expected {0 if listed else 1} or more")
     if not listed:
         if trainers not in (None, here) or first not in (None, 0):
             raise UsageError("--trainers and --trainer-id-from are for several hosts; name their servers by --pservers")
         return here, 0
     if trainers is None:
-        raise UsageError("--pservers is for several hosts; say by --trainers how many workers there are in all")
+        raise UsageError("--pservers is for several hosts; give --trainers, the number of workers on all of them")
     if first is None and 0 < here < trainers:
-        raise UsageError(f"{here} of {trainers} workers start here; say by --trainer-id-from which is the first")
+        raise UsageError(f"{here} of {trainers} workers start here; give --trainer-id-from, the id of the first one")
     if trainers < 1 or (first or 0) < 0 or (first or 0) + here > trainers:
         raise UsageError(
-            f"--workers {here} from --trainer-id-from {first or 0} on do not fit --trainers {trainers}; "
+            f"--workers {here} and --trainer-id-from {first or 0} do not fit --trainers {trainers}; "
             "ids go from 0 to the number of trainers less one"
         )
     return trainers, first or 0
@@ -98,7 +98,7 @@ def _count_workers(here: int, trainers: int | None, first: int | None, listed: b
 
 def _own_endpoints(count: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if count < 1:
-        raise UsageError(f"--servers {count} makes no job with servers; it must be 1 or more, or leave it out")
+        raise UsageError(f"--servers {count}: expected 1 or more; for a job without servers leave --servers out")
     ports = network.free_ports(LOOPBACK, count)
     return tuple(network.endpoint(LOOPBACK, port) for port in ports), tuple(range(count))
 

@@ -58,7 +58,7 @@ class RunOptions:
             help="After every N steps ranks copy their state into memory; 0: never.", show_default="elastic 1"
         ),
     ] = None
-    stall: Annotated[float, typer.Option(help="Seconds that a rank may be late before it is told; 0: never.")] = 60.0
+    stall: Annotated[float, typer.Option(help="Seconds that a rank may be late until it is reported; 0: off.")] = 60.0
     on_stall: Annotated[str, typer.Option(help="What to do about a rank that is late: end or wait.")] = "end"
     checked: Annotated[
         bool, typer.Option("--check", help="Compare the calls of all ranks in every step, not in the first ones only.")

@@ -37,24 +37,24 @@ class StallPlugin:
         self._limit, self._ends = limit, ends
         self._at: Round | None = None
         self._pids: Mapping[int, int] = {}
-        self._court: StallDetector | None = None
+        self._detector: StallDetector | None = None
         self._states: dict[int, str] = {}
         self._shown = 0
         self._looked = 0.0
 
     @property
-    def card(self) -> Mapping[str, str]:
+    def announcement(self) -> Mapping[str, str]:
         return {}
 
     def environment(self, at: Round) -> Mapping[str, str]:
         return {STALL: f"{self._limit:g}", STALL_JUDGE: "launcher"}
 
     def begin(self, at: Round, pids: Mapping[int, int]) -> None:
-        self._at, self._pids, self._states, self._shown, self._court = at, dict(pids), {}, 0, None
+        self._at, self._pids, self._states, self._shown, self._detector = at, dict(pids), {}, 0, None
         if at.node_rank == 0 and at.world_size > 1 and self._limit > 0:
             host, port = at.rank_store
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-            self._court = StallDetector(PrefixStore(PREFIX, store), at.world_size, self._limit, ends=self._ends)
+            self._detector = StallDetector(PrefixStore(PREFIX, store), at.world_size, self._limit, ends=self._ends)
 
     def look(self) -> Failure | None:
         now = time.monotonic()
@@ -63,7 +63,7 @@ class StallPlugin:
         self._looked = now
         try:
             self._tell_states(self._at)
-            failure = self._judge(self._at, self._court, now) if self._court is not None else None
+            failure = self._check(self._at, self._detector, now) if self._detector is not None else None
             self._show(self._at)
         except RuntimeError:  # the agent notices a store that does not answer any more
             return None
@@ -74,7 +74,7 @@ class StallPlugin:
             # The first host may have written a report just before it ended the round.
             with contextlib.suppress(RuntimeError, EchelonError):
                 self._show(self._at)
-        self._at, self._court = None, None
+        self._at, self._detector = None, None
 
     def close(self) -> None:
         self.end()
@@ -84,27 +84,27 @@ class StallPlugin:
         states = {rank: state for rank, state in found.items() if state and state in _TELLING}
         if states != self._states:
             self._states = states
-            at.board.set(_states_of(at.node_rank), json.dumps(states))
+            at.store.set(_states_of(at.node_rank), json.dumps(states))
 
-    def _judge(self, at: Round, court: StallDetector, now: float) -> Failure | None:
-        ruling, lines = court.sit(now, self._all_states(at))
-        log_stall_reports(ruling, lines)
-        for text in ([ruling.table] if ruling else []) + [f"echelon: {line}" for line in lines]:
-            at.board.set(f"stall/table/{int(at.board.add('stall/tables', 1)) - 1}", text)
-        if ruling is None or ruling.culprit is None or ruling.finding.works or not self._ends:
+    def _check(self, at: Round, detector: StallDetector, now: float) -> Failure | None:
+        report, lines = detector.examine(now, self._all_states(at))
+        log_stall_reports(report, lines)
+        for text in ([report.table] if report else []) + [f"echelon: {line}" for line in lines]:
+            at.store.set(f"stall/table/{int(at.store.add('stall/tables', 1)) - 1}", text)
+        if report is None or report.culprit is None or report.finding.works or not self._ends:
             return None
-        return _failure(at, ruling)
+        return _failure(at, report)
 
     def _all_states(self, at: Round) -> dict[int, str]:
         found = dict(self._states)
         for node in range(1, len(at.hosts)):
-            if at.board.check([_states_of(node)]):
-                found |= _read_states(at.board.get(_states_of(node)))
+            if at.store.check([_states_of(node)]):
+                found |= _read_states(at.store.get(_states_of(node)))
         return found
 
     def _show(self, at: Round) -> None:
-        while at.board.check([key := f"stall/table/{self._shown}"]):
-            print(bytes(at.board.get(key)).decode(errors="replace"), file=sys.stderr, flush=True)
+        while at.store.check([key := f"stall/table/{self._shown}"]):
+            print(bytes(at.store.get(key)).decode(errors="replace"), file=sys.stderr, flush=True)
             self._shown += 1
 
 
@@ -127,9 +127,9 @@ def _read_states(text: bytes) -> dict[int, str]:
         return {}
 
 
-def _failure(at: Round, ruling: StallReport) -> Failure:
-    assert ruling.culprit is not None
-    rank, status = ruling.culprit.rank, ruling.culprit.status
+def _failure(at: Round, report: StallReport) -> Failure:
+    assert report.culprit is not None
+    rank, status = report.culprit.rank, report.culprit.status
     return Failure(
         rank=rank,
         world_size=at.world_size,
@@ -139,7 +139,7 @@ def _failure(at: Round, ruling: StallReport) -> Failure:
         time=time.time(),
         log=str(at.log_dir / f"rank-{rank}.log"),
         kind=STALLED,
-        message=ruling.finding.brief,
+        message=report.finding.brief,
     )
 
 

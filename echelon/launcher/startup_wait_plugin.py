@@ -26,10 +26,10 @@ class StartupWaitPlugin:
     def __init__(self, records: Path, say: Callable[[str], None]) -> None:
         self._directory, self._say = records / "waits", say
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        self._told: dict[str, float] = {}
+        self._announced: dict[str, float] = {}
 
     @property
-    def card(self) -> Mapping[str, str]:
+    def announcement(self) -> Mapping[str, str]:
         return {}
 
     def environment(self, at: Round | None = None) -> dict[str, str]:
@@ -41,14 +41,14 @@ class StartupWaitPlugin:
         """Print the new lines."""
         for path in sorted(self._directory.glob("*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                told = json.loads(path.read_text())
+                record = json.loads(path.read_text())
                 path.unlink()
-                self._tell(str(told["line"]), str(told["awaited"]))
+                self._tell(str(record["line"]), str(record["awaited"]))
         return None
 
     def _tell(self, line: str, awaited: str) -> None:
-        last, now = self._told.get(awaited), time.monotonic()
-        self._told[awaited] = now
+        last, now = self._announced.get(awaited), time.monotonic()
+        self._announced[awaited] = now
         if last is None or now - last > AGAIN:
             self._say(line)
 

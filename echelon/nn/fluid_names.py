@@ -66,7 +66,7 @@ def _from_attributes(attributes: Any) -> dict[str, Any]:
     others = [each for each in ("initializer", "regularizer") if getattr(attributes, each, None) is not None]
     if not isinstance(name, str) or others:
         raise UsageError(
-            f"SparseEmbedding(param_attr={attributes!r}): only its name is taken; give name=, optimizer= and "
+            f"SparseEmbedding(param_attr={attributes!r}): only its name is used; give name=, optimizer= and "
             f"initializer= to {_CALL}"
         )
     return {"name": name}

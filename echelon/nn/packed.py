@@ -112,7 +112,7 @@ def bounds_of(lengths: Sequence[int], *, multiple: int = MULTIPLE, longest: int 
     sequences that it may need.
     """
     if multiple < 1:
-        raise UsageError(f"multiple={multiple}: a row is filled up to a multiple of 1 or more")
+        raise UsageError(f"multiple={multiple}: expected 1 or more")
     most = max(lengths, default=0)
     longest = max(-(-most // STEP), 1) * STEP if longest is None else longest
     if most > longest:

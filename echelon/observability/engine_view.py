@@ -15,32 +15,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class ServerSession(Protocol):
-    """A worker's session with parameter servers."""
-
-    @property
-    def workers(self) -> int: ...
-
-    @property
-    def dense(self) -> bool: ...
-
-
 class EngineView(Protocol):
     """The attributes of an engine that run logs and traces use."""
 
     world: World
     model: nn.Module
-    worker: int
-    steps: int
     plan: Plan
     found: SavedPlan | None
-    optimizers: dict[str, torch.optim.Optimizer]
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]: ...
 
     @property
     def place(self) -> Mapping[str, int]: ...
 
     @property
-    def served(self) -> ServerSession | None: ...
+    def served(self) -> object | None:
+        """The session with parameter servers; None without one."""
 
     @property
     def trial(self) -> Any | None: ...

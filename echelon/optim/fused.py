@@ -57,9 +57,8 @@ def why_not(bundle: Bundle) -> str | None:
         return "Triton is not installed"
     for param, grad in zip(params, bundle.grads, strict=True):
         if grad.dtype != torch.float32 or grad.stride() != param.stride():
-            return (
-                f"the gradient of a parameter of shape {tuple(param.shape)} has another dtype or memory layout than it"
-            )
+            shape = tuple(param.shape)
+            return f"a parameter of shape {shape} and its gradient differ in dtype or memory layout"
     return None
 
 
@@ -70,7 +69,7 @@ def scattered(params: list[Tensor], state: list[Tensor]) -> str | None:
     """
     for param, like in zip(params, state, strict=True):
         if like.stride() != param.stride():
-            return f"a parameter of shape {tuple(param.shape)} does not lie dense in memory"
+            return f"a parameter of shape {tuple(param.shape)} is not dense in memory"
     return None
 
 

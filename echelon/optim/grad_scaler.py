@@ -24,9 +24,9 @@ def check_precision(amp: Amp | None, device: torch.device) -> None:
     if amp is None:
         return
     if amp.dtype == "fp16" and device.type == "cpu" and not _cpu_computes_fp16():
-        raise UsageError("amp='fp16' was asked, but this CPU has no fp16 arithmetic; use amp='bf16'")
+        raise UsageError("amp='fp16' was requested, but this CPU has no fp16 arithmetic; use amp='bf16'")
     if amp.dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UsageError("amp='bf16' was asked, but this GPU has no bf16 arithmetic; use amp='fp16'")
+        raise UsageError("amp='bf16' was requested, but this GPU has no bf16 arithmetic; use amp='fp16'")
 
 
 @functools.cache
@@ -82,6 +82,10 @@ class LossScaler:
             self._adapt()
         self._refuse_hopeless(before)
         return None if self.scale == before else f"loss scale {before:g} -> {self.scale:g}"
+
+    def lower_to(self, scale: float) -> None:
+        """Use this scale, the smallest of all ranks, from now on."""
+        self.scale = scale
 
     def _adapt(self) -> None:
         if self._finite == self._amp.growth_interval:

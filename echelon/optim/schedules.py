@@ -124,9 +124,11 @@ def _check_counts(decay: str, total: int | None, warmup: int, decay_steps: int |
     if decay in LUONG and total is None:
         raise UsageError(f"Schedule(decay='{decay}') needs total_steps: it decays over the last part of them")
     if decay == "polynomial" and decay_steps is None:
-        raise UsageError("Schedule(decay='polynomial') needs total_steps, or decay_steps: when to arrive at end_lr")
+        raise UsageError("Schedule(decay='polynomial') needs total_steps or decay_steps, the step that reaches end_lr")
     if decay == "exponential" and decay_steps is None:
-        raise UsageError("Schedule(decay='exponential') needs decay_steps: after how many to multiply by decay_factor")
+        raise UsageError(
+            "Schedule(decay='exponential') needs decay_steps, the steps between two multiplications by decay_factor"
+        )
 
 
 def _check_rates(end_lr: float, factor: float) -> None:

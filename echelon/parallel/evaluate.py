@@ -59,8 +59,8 @@ def predictions(output: Any) -> Any:
     if len(found) == 1:
         return found[0]
     raise UsageError(
-        f"metrics take the model's output, and it is a {type(output).__name__} with {len(found)} tensors that may be "
-        "meant; give a function: metrics={'accuracy': lambda output, target: ...}"
+        f"metrics take one tensor of the model's output, a {type(output).__name__} with {len(found)} possible "
+        "tensors; give a function: metrics={'accuracy': lambda output, target: ...}"
     )
 
 
@@ -189,7 +189,7 @@ class _Means:
         self._sums += torch.stack([torch.as_tensor(value, dtype=torch.double, device=device) for value in values])
 
     def result(self) -> dict[str, float]:
-        if self._world.size > 1:
+        if self._world.mesh_size > 1:
             with waiting("sum of the evaluation"):
                 dist.all_reduce(self._sums)
         count, loss, samples, *metrics = self._sums.tolist()
@@ -224,7 +224,7 @@ def _target(judged: EvalOutput) -> Any:
 def _together(parts: list[Tensor], world: World) -> Tensor:
     """Return the rows of all ranks, some of which may have none."""
     own = torch.cat(parts) if parts else torch.empty(0, 0, dtype=torch.double, device=world.device)
-    if world.size == 1:
+    if world.mesh_size == 1:
         return own
     shapes = all_gather(torch.tensor(own.shape, device=world.device))
     most, width = shapes.amax(0).tolist()

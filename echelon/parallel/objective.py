@@ -44,6 +44,10 @@ class Objective:
         self._main: Tensor | None = None  # the latest loss, without auxiliary losses
         self._with_losses: list[Any] = [module for module in model.modules() if hasattr(module, "auxiliary_loss")]
 
+    def collect_outputs(self, collector: StepOutputs | None) -> None:
+        """Collect the model's outputs from now on; None ends it."""
+        self.outputs = collector
+
     def change_loss(self, change: Callable[[LossFunction], LossFunction]) -> None:
         """Replace the loss function by ``change(loss)``; a loss that the model computes itself is not changed."""
         self.loss = None if self.loss is None else change(self.loss)
@@ -59,7 +63,7 @@ class Objective:
                 raise
             raise UsageError(
                 "binary_cross_entropy was called in 16 bits, which torch refuses; use binary_cross_entropy_with_logits "
-                "on what goes into the sigmoid, or Strategy(amp=False)"
+                "on the input of the sigmoid, or Strategy(amp=False)"
             ) from error
         except TypeError as error:
             if line := self._refused_call(error, batch):
@@ -73,6 +77,10 @@ class Objective:
         if self.outputs is not None:
             self.outputs.add(output, count_samples(batch))
         return output, loss
+
+    def forward_loss(self, batch: Any) -> Tensor:
+        """Return the loss of a batch."""
+        return self(batch)[1]
 
     def main_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss``, the latest result, without auxiliary losses."""
@@ -90,7 +98,7 @@ class Objective:
             remedy = "give distribute(loss=...), or a model that takes the target and returns its loss"
             if self.loss is not None:
                 called = f"the model was called with the batch ({values}) but for its last one, the target"
-                remedy = "give step() what forward() takes, and the target last"
+                remedy = "give step() the arguments of forward(), and the target last"
             return f"{called}: {error}; {remedy}"
         if trace is not None and trace.tb_frame.f_code is Objective._loss_of.__code__:
             remedy = "call step(inputs, target)" if len(batch) == 1 else "write it as loss(output, target)"

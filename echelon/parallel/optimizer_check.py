@@ -67,7 +67,6 @@ def _refusal(
 
 def _doubt(key: str, optimizer: torch.optim.Optimizer, why: str) -> str:
     return (
-        f"optimizer '{key}' is {type(optimizer).__name__}, of which it cannot be told whether its step needs whole "
-        f"parameters ({why}); ranks hold parts here, and the numbers are one process's only if it looks at each entry "
-        "alone, as Adam does"
+        f"optimizer '{key}' is {type(optimizer).__name__}, whose step may need whole parameters ({why}); ranks hold "
+        "parts here, and the result matches one process only if each entry is updated by itself, as in Adam"
     )

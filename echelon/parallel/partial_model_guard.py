@@ -82,7 +82,7 @@ def _guard_average(kind: type[Any], method: str) -> None:
             given = list(given)
         if _is_parted(given):
             raise UsageError(
-                f"{kind.__name__}.{method}(): this rank holds parts of the model, of which no average can be kept so; "
+                f"{kind.__name__}.{method}(): this rank holds parts of the model, which this class cannot average; "
                 "use engine.ema(decay=...), which averages each rank's parts"
             )
         return original(self, given, *args, **named)

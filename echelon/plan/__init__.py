@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
         import warnings
 
         old, new = f"echelon.plan.{name}", f"echelon.planner.{name}"
-        warnings.warn(f"{old} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=2)
+        warnings.warn(f"{old} is now {new}; the next version removes the old name", FutureWarning, stacklevel=2)
     return _late(name)

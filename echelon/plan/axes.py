@@ -90,7 +90,7 @@ def _split_ranks(along: int, splits: bool, size: int | None, ranks: int) -> int:
     if size is None:
         return 1
     if size % along:
-        raise UsageError(f"{along} stages cannot share {size} ranks evenly; {_near(size, along)} would do")
+        raise UsageError(f"{along} stages cannot share {size} ranks evenly; use {_near(size, along)}")
     across = size // along
     if across > 1 and not splits:
         raise UsageError(

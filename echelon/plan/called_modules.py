@@ -23,7 +23,7 @@ def why_fixed(name: str, module: nn.Module) -> str | None:
     """
     whose = f"'{name}'" if name else "the model"
     if isinstance(module, torch.jit.ScriptModule):
-        return f"{whose} was compiled by torch.jit.script, which reads parameters past Python; build it without"
+        return f"{whose} was compiled by torch.jit.script, which reads parameters outside Python; build it plain"
     if "_orig_mod" in module._modules and "forward" in module.__dict__:
         return f"{whose} was compiled by torch.compile; give distribute() the model as it was before"
     if "forward" in module.__dict__:

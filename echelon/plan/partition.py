@@ -75,9 +75,9 @@ def balance_stages(
         costs = [([name], cost) for name, cost in zip(units, _parameter_counts(model, units), strict=True)]
     if len(costs) < stages:
         some = ", ".join([names[0] for names, _ in costs[:4]] + ["..."] * (len(costs) > 4))
-        found = f"{len(costs)} ({some})" if costs else "none"
+        named = f" ({some})" if costs else ""
         raise UsageError(
-            f"{stages} stages were asked for, but of modules that run one after another the model has {found}; ask for "
+            f"{stages} stages were requested, but only {len(costs)} modules run one after another{named}; request "
             "fewer stages, or mark the modules of each with stage()"
         )
     ends = _share_out([cost for _, cost in costs], weights or (1.0,) * stages)

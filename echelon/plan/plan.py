@@ -195,7 +195,7 @@ def first_difference(mine: Any, theirs: Any, path: str = "plan") -> str | None:
         for key in sorted(mine.keys() | theirs.keys()):
             label = mine.get("name", "") if isinstance(mine.get("name"), str) else ""
             if key not in mine or key not in theirs:
-                return f"{path}.{key} is there on one side only"
+                return f"{path}.{key} exists on one side only"
             found = first_difference(mine[key], theirs[key], f"{path} {label} {key}".replace("  ", " "))
             if found:
                 return found

@@ -84,8 +84,8 @@ def _shadow(model: nn.Module, fake: Any) -> nn.Module:
             return copy.deepcopy(model)
     except (TypeError, RuntimeError) as error:
         raise UsageError(
-            f"the model cannot be copied ({first_line(error)}), so its activations cannot be foretold; "
-            "train it a step and look at torch.cuda.max_memory_allocated()"
+            f"the model cannot be copied ({first_line(error)}), so its activations cannot be predicted; train one "
+            "step and look at torch.cuda.max_memory_allocated()"
         ) from None
 
 

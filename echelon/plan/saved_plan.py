@@ -102,10 +102,10 @@ class SavedPlan:
         values = _parsed(text)
         found = values.pop("echelon", None)
         if found != KIND:
-            raise UsageError("it is no plan of echelon's; 'echelon plan --save' writes one")
+            raise UsageError("it is not an Echelon plan; 'echelon plan --save' writes one")
         made_with = values.pop("version", None)
         if made_with != VERSION:
-            raise UsageError(f"it has version {made_with!r}, this echelon reads {VERSION}; save the plan anew")
+            raise UsageError(f"it has version {made_with!r}, this echelon reads {VERSION}; save a new plan")
         return build(cls, values, "plan")
 
     def save(self, path: str | Path) -> None:
@@ -124,14 +124,16 @@ class SavedPlan:
     def check_model(self, model: nn.Module) -> None:
         """Raise ``UsageError`` with the first difference if the plan was made for another model."""
         if not self.model:
-            raise UsageError("the plan was made for a model that was only described; make it from the model itself")
+            raise UsageError(
+                "the plan was made from a model description without parameters; make it from the model itself"
+            )
         mine = shapes_of(model)
         for name in dict.fromkeys([*self.model, *mine]):
             theirs, here = self.model.get(name), mine.get(name)
             if theirs != here:
                 raise UsageError(
                     f"the plan was made for another model: parameter '{name}' {_in_words(theirs)} there and "
-                    f"{_in_words(here)} here; make the plan anew"
+                    f"{_in_words(here)} here; make a new plan"
                 )
 
 
@@ -160,7 +162,7 @@ def _parsed(text: str) -> dict[str, Any]:
     except RecursionError:
         raise UsageError("it nests too deeply to be a plan") from None
     except ValueError as error:
-        raise UsageError(f"it is not JSON ({error}); save the plan anew") from None
+        raise UsageError(f"it is not JSON ({error}); save a new plan") from None
     if not isinstance(values, dict):
-        raise UsageError("it is no plan of echelon's; 'echelon plan --save' writes one")
+        raise UsageError("it is not an Echelon plan; 'echelon plan --save' writes one")
     return values

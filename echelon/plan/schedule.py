@@ -156,7 +156,7 @@ def _check_name(name: str) -> None:
 def _check_counts(stages: int, ranks: int, micro_batches: int) -> None:
     for what, count in (("stages", stages), ("ranks", ranks), ("micro-batches", micro_batches)):
         if count < 1:
-            raise UsageError(f"a pipeline of {count} {what} cannot be: use 1 or more")
+            raise UsageError(f"a pipeline cannot have {count} {what}: use 1 or more")
 
 
 def _check_one_stage_a_rank(name: str, stages: int, ranks: int) -> None:

@@ -195,7 +195,7 @@ class _StageTracer:
         for source in sorted(sources):
             if source.kind == "output":
                 raise UsageError(
-                    f"the forward looks at values of what '{source.name.rpartition('#')[0]}' returns ({what}), which "
+                    f"the forward reads values of the output of '{source.name.rpartition('#')[0]}' ({what}), which "
                     "not every stage has; move that decision into a module with a stage, or decide by the batch"
                 )
         self._decisive |= {source for source in sources if source.kind == "random"}
@@ -220,7 +220,7 @@ class _StageTracer:
         if stage < self._reached:
             raise UsageError(
                 f"'{name}' of stage {stage} is called after a module of stage {self._reached}; stages run one after "
-                f"another, so give '{name}' stage {self._reached}, or what is called before it stage {stage}"
+                f"another, so give '{name}' stage {self._reached}, or the modules called before it stage {stage}"
             )
         self._reached = stage
 

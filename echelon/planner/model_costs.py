@@ -21,6 +21,8 @@ KernelKind = Literal[
     "layout",
     "lookup",
 ]
+#: Kinds of kernels that a compiler can join with their neighbors.
+FUSABLE: frozenset[KernelKind] = frozenset({"pointwise", "normalization", "batch_norm", "reduction", "copy", "layout"})
 MessageKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "gather_small"]
 
 
@@ -163,3 +165,9 @@ class ProfileLike(Protocol):
     def batch(self) -> int: ...
 
     def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts: ...
+
+
+def compiled_view(profile: ProfileLike, compiled: bool) -> ProfileLike:
+    """Return the profile, or that of the compiled model if it is asked for and known."""
+    view: ProfileLike = getattr(profile, "compiled", profile) if compiled else profile
+    return view

@@ -71,7 +71,8 @@ _AMONG_ALL: dict[tuple[str, str], Verdict] = {
         "clipping comes first, and LARS undoes most of it: its rate divides by the gradient's norm"
     ),
     ("lamb", "clip"): CombinationChange(
-        "clipping comes first, and LAMB is blind to a constant scale: it only weighs this step less"
+        "clipping comes first, and LAMB ignores a constant scale: clipping only gives this step less weight in "
+        "the moments"
     ),
     ("lars", "lr_scaling"): CombinationChange(
         "the trust ratio adapts each layer's rate already; the scaled rate multiplies it"
@@ -118,7 +119,7 @@ _WITH_MARKS: dict[str, Verdict] = {
         "replicas that step alone are whole models on one device", "drop adaptive_localsgd, or the marks"
     ),
     "ps": Conflict("workers of a parameter server run whole models", "drop ps, or the marks"),
-    "auto": Conflict("the marks say what auto would find", "drop auto, or the marks"),
+    "auto": Conflict("auto chooses the marks itself", "drop auto, or the marks"),
     "low_memory": Conflict("low_memory trains whole models on one device", "drop low_memory, or the marks"),
 }
 
@@ -139,11 +140,11 @@ _NO_GRADIENTS_BETWEEN = "gradients go to servers, none travel between workers"
 
 _WITH_SERVERS: dict[str, Verdict] = {
     "dgc": Conflict(_NO_GRADIENTS_BETWEEN, "drop dgc; ps='geo' also sends less"),
-    "localsgd": Conflict("both say how workers come together", "choose one of the two; ps='geo' is its kin"),
-    "adaptive_localsgd": Conflict("both say how workers come together", "choose one of the two; ps='geo' is its kin"),
+    "localsgd": Conflict("both say how workers come together", "choose one of the two; ps='geo' is similar"),
+    "adaptive_localsgd": Conflict("both say how workers come together", "choose one of the two; ps='geo' is similar"),
     "shard": Conflict("servers hold parameters and optimizer state already", "drop shard"),
     "gradient_merge": Conflict("every step is one push", "use a larger batch in place of gradient_merge"),
-    "lr_scaling": Conflict("servers step with the rates that they are told", "drop lr_scaling and set the rates"),
+    "lr_scaling": Conflict("servers step with the rates that workers send", "drop lr_scaling and set the rates"),
     "reduction.op=sum": Conflict("servers take the mean", "leave op='mean'"),
     "amp=fp16": CombinationChange(
         "an overflow skips the push of that worker only; with dense='allreduce' it skips it everywhere"
@@ -161,7 +162,7 @@ _WITH_SERVERS: dict[str, Verdict] = {
 }
 
 _IN_BF16 = "low_memory computes in bf16, the form its weights have"
-_STEPS_IN_BACKWARD = "each gradient is applied and let go while backward runs"
+_STEPS_IN_BACKWARD = "each gradient is applied and freed while backward runs"
 
 _WITH_LOW_MEMORY: dict[str, Verdict] = {
     "amp=fp16": Conflict(_IN_BF16, "use amp='bf16', or leave amp out"),
@@ -190,7 +191,7 @@ _EVERY_OPTION = (
     *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
     "low_memory",
 )
-BESIDE_AUTO = Conflict("auto decides by itself how the model is trained", "remove what is set beside it, or auto")
+BESIDE_AUTO = Conflict("auto decides by itself how the model is trained", "remove auto, or the options beside it")
 TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}
 
 

@@ -34,10 +34,10 @@ _WITHOUT: dict[str, dict[str, str]] = {
         "torch.autocast chooses by operation; torch.autocast(..., enabled=False) in a forward keeps it in fp32",
     )
     | dict.fromkeys(("use_pure_fp16", "use_optimizer_fp16"), "weights and optimizer stay in fp32; leave it out"),
-    "recompute": {"checkpoint_shape": "shapes are found by themselves; leave it out"},
+    "recompute": {"checkpoint_shape": "shapes are detected automatically; leave it out"},
     "shard": dict.fromkeys(
         ("segment_broadcast_MB", "sharding_segment_strategy", "segment_anchors", "gradient_merge_acc_step"),
-        "what is gathered at once is found by itself; leave it out",
+        "the size of gathers is chosen automatically; leave it out",
     )
     | dict.fromkeys(
         ("sharding_degree", "dp_degree", "mp_degree", "pp_degree", "hybrid_dp"),
@@ -51,11 +51,11 @@ _WITHOUT: dict[str, dict[str, str]] = {
             "send_wait_times",
             "min_send_grad_num_before_recv",
         ),
-        "queues and threads are sized by themselves; leave it out",
+        "queues and threads are sized automatically; leave it out",
     )
     | dict.fromkeys(
         ("independent_recv_thread", "runtime_split_send_recv", "launch_barrier", "heter_worker_device_guard"),
-        "it is done by itself; leave it out",
+        "it is done automatically; leave it out",
     ),
 }
 

@@ -32,6 +32,6 @@ class Log:
     def __post_init__(self) -> None:
         require(self.every >= 1, self, "every", "1 or more")
         if isinstance(self.timeline, str):
-            from echelon.strategy.recorded_steps import check_steps
+            from echelon.base.recorded_steps import check_steps
 
             check_steps(self.timeline, "Log(timeline=...)")

@@ -78,7 +78,7 @@ _TABLE: tuple[tuple[Remedy, str], ...] = (
     ),
     ("mark transformer layers with echelon.split(sequence=True)", "sequence_parallel sp"),
     ("mark the mixture of experts with echelon.split()", "expert_parallel ep ep_size"),
-    ("attention over parts of a sequence is not there", "context_parallel cp cp_size"),
+    ("attention over parts of a sequence is not implemented", "context_parallel cp cp_size"),
     (
         "start 'echelon run --procs N', and mark the model with echelon.split() and echelon.pipeline()",
         "hybrid_configs parallelism_config device_mesh",
@@ -87,7 +87,7 @@ _TABLE: tuple[tuple[Remedy, str], ...] = (
         "start 'echelon run --procs N' or '--gpus N': each process is a replica",
         "dp dp_size ddp data_parallel devices num_processes nproc_per_node world_size",
     ),
-    ("leave it out: parameters without a gradient are found by themselves", "find_unused_parameters static_graph"),
+    ("leave it out: parameters without a gradient are detected automatically", "find_unused_parameters static_graph"),
     (
         "leave it out, or set torch.backends.cudnn.benchmark",
         "cudnn_exhaustive_search cudnn_batchnorm_spatial_persistent conv_workspace_size_limit",

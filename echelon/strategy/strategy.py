@@ -157,7 +157,7 @@ def _in_present_names(given: Mapping[Any, Any], label: str) -> dict[Any, Any]:
         if old in given and new in given:
             raise UsageError(f"{label}: '{old}' and '{new}' are the same option; keep '{new}'")
         if old in given:
-            line = f"{label}: '{old}' is now '{new}'; the old name goes with the next version"
+            line = f"{label}: '{old}' is now '{new}'; the next version removes the old name"
             warnings.warn(line, FutureWarning, stacklevel=4)
     return {FORMER_NAMES.get(name, name): value for name, value in given.items()}
 
@@ -193,5 +193,7 @@ _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.
     "fp16_allreduce": lambda value: "fp16" if value is True else value or None,
     "amp": lambda value: value if value is False else _settings("amp", Amp)(value),  # None may become bf16, False not
     "fast": lambda value: None if value is True or value == Fast() else value,
-    "auto": lambda value: value if isinstance(value, Auto) else Auto(measure=value == "measure") if value else None,
+    "auto": lambda value: (
+        value if isinstance(value, Auto) else Auto(measure=value == "measure" or None) if value else None
+    ),
 }

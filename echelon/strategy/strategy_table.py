@@ -23,7 +23,7 @@ def table(strategy: Strategy) -> str:
             rows.append((field.name, "yes, except where ranks step alone"))
         elif field.name == "fast" and value is None:
             parts = ", ".join(part.name for part in dataclasses.fields(Fast))
-            rows.append((field.name, f"by itself, on GPUs: {parts}"))
+            rows.append((field.name, f"automatic, on GPUs: {parts}"))
         elif value == field.default and not dataclasses.is_dataclass(value):
             off.append(field.name)
         else:

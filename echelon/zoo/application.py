@@ -107,7 +107,7 @@ def open_data(resolved: TrainConfig) -> tuple[TrainConfig, Data]:
     if "://" in (resolved["dataset_dir"] or ""):
         resolved = resolved.with_value("dataset_dir", str(local(resolved["dataset_dir"])))
     data = packing(resolved.dataset.open(resolved.request), resolved.request, echelon.device(), planned=plans(resolved))
-    return resolved.told(data), data
+    return resolved.with_data(data), data
 
 
 def let_arrive(model: nn.Module, data: Data) -> None:

@@ -40,9 +40,9 @@ def script(name: str) -> str:
     if is_place(name):
         raise UsageError(f"'{name}' is a file of your own already; train it: echelon train --model_name {name}")
     if ":" in name:
-        raise UsageError(f"'{name}' is another library's model, whose code is not ours to copy; its own pages show it")
+        raise UsageError(f"'{name}' is another library's model and is not copied; see the pages of that library")
     resolved = resolve(TrainArguments(run={"model_name": name}))
-    resolved = resolved.told(resolved.dataset.open(resolved.request))
+    resolved = resolved.with_data(resolved.dataset.open(resolved.request))
     making = _making(resolved.model, resolved.request)
     code = CopiedSource.of(making.roots)
     template = jinja2.Template((_HERE / "copy.py.j2").read_text(encoding="utf-8"), keep_trailing_newline=True)

@@ -6,7 +6,9 @@ import difflib
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from echelon.base.errors import UsageError
 from echelon.zoo.entry import Dataset, Model
@@ -75,6 +77,13 @@ def require_name(name: str) -> None:
 def _no_model(name: str) -> UsageError:
     near = _nearest_three(name, MODELS)
     return UsageError(f"there is no model '{name}'{near} (see 'echelon zoo list'; one of your own is file.py:Name)")
+
+
+@functools.cache
+def setting_names() -> frozenset[str]:
+    """Return the names of all parameters of models and data sets; read from source, as an import would import torch."""
+    sources = (file.read_text(encoding="utf-8") for file in Path(__file__).parent.rglob("*.py"))
+    return frozenset(name for source in sources for name in re.findall(r'Setting\(\s*name="(\w+)"', source))
 
 
 def dataset(name: str) -> Dataset:

@@ -37,7 +37,7 @@ def sample(name: str, values: Mapping[str, Any] | None = None, *, batch: int = 2
         TrainArguments(run={key: value if value is True else str(value) for key, value in given.items()})
     )
     data = resolved.dataset.open(resolved.request)
-    resolved = resolved.told(data)
+    resolved = resolved.with_data(data)
     with torch.device(device) if device else contextlib.nullcontext():
         model = resolved.model.build(resolved.request)
     *inputs, target = next(iter(Loader(data.train, batch_size=batch, shuffle=False, **data.loader)))

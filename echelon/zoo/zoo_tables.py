@@ -15,6 +15,7 @@ from echelon.zoo import registry
 from echelon.zoo.entry import Dataset, Model, Setting
 from echelon.zoo.own.own_object import found_at, is_place
 from echelon.zoo.sample import sample
+from echelon.zoo.train.optimizers import make_optimizer
 from echelon.zoo.train.statistics import ModelStatistics, statistics
 
 
@@ -64,7 +65,7 @@ def show_zoo_entry(name: str, as_json: bool) -> str:
         return _shown_dataset(registry.dataset(name), as_json)
     entry = registry.model(name)
     made = sample(name, batch=1, device="meta" if not _has_tables(entry) else None)
-    found = statistics(made.model, made.batch, made.resolved["optimizer"])
+    found = statistics(made.model, made.batch, make_optimizer(made.model, made.resolved.request))
     if as_json:
         return json.dumps({"name": entry.name, **_model_facts(entry), **_figures(found)}, indent=2)
     return "\n".join([*_headline(entry, found), *_advice(entry), *_settings("its own parameters", entry.settings)])

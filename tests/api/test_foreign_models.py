@@ -189,7 +189,7 @@ def distributed_with_a_scripted_module() -> list[str]:
 
 
 def test_a_scripted_module_is_refused_in_a_line() -> None:
-    scripted = "'0' was compiled by torch.jit.script, which reads parameters past Python; build it without, or "
+    scripted = "'0' was compiled by torch.jit.script, which reads parameters outside Python; build it plain, or "
     for lines in run(distributed_with_a_scripted_module, ranks=2):
         assert lines == [
             f"pipeline: {scripted}train it without stages",

@@ -385,7 +385,7 @@ def test_main_process_goes_first_and_others_find_its_files(tmp_path: Path) -> No
     assert second == (False, ["made False", "made False,made True"])
     lines = errors(take_turns, str(tmp_path), fails=True, ranks=2)
     assert lines[0].startswith("AssertionError: rank 0 fails")
-    assert lines[1].startswith("PeerLost: main_process_first(): rank 0 failed, and others do not go on without it")
+    assert lines[1].startswith("PeerLost: main_process_first(): rank 0 failed, so the other processes stop too")
 
 
 # ---- schedules ----
@@ -549,5 +549,5 @@ def test_metrics_find_the_logits_beside_the_loss() -> None:
     found = engine.evaluate([(x, y)], metrics=["accuracy", "auc"])
     assert found["accuracy"] == float((net.body(x).argmax(1) == y).float().mean())
     net.forward = lambda x, y: (x, y, x.sum())  # type: ignore[method-assign]
-    with pytest.raises(UsageError, match="it is a tuple with 2 tensors that may be meant"):
+    with pytest.raises(UsageError, match="a tuple with 2 possible tensors"):
         engine.evaluate([(x, y)], metrics=["accuracy"])

@@ -70,7 +70,7 @@ class Stubborn:
 
 
 def test_a_result_that_does_not_arrive_is_one_line() -> None:
-    with pytest.raises(LaunchError, match="rank 0 of 1 failed: what it returned cannot be put together again here"):
+    with pytest.raises(LaunchError, match="rank 0 of 1 failed: its result cannot be unpickled here"):
         launch(Stubborn, procs=1)
     reading, telling = Pipe(duplex=False)
     os.write(telling.fileno(), struct.pack("!i", 100) + b"half a message")
@@ -108,7 +108,7 @@ def test_the_failing_rank_is_named_with_what_it_said(how: str, said: str) -> Non
         launch(fails, how, procs=2)
     assert str(error.value).startswith("rank 1 of 2 failed: ")
     assert said in str(error.value)
-    assert str(error.value).endswith("what it had printed:\nabout to go")
+    assert str(error.value).endswith("its output:\nabout to go")
 
 
 def test_no_process_outlives_an_interrupt(tmp_path: Path) -> None:

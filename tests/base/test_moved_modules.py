@@ -20,7 +20,7 @@ def test_earlier_name_imports_the_module_with_a_warning(old: str) -> None:
         warnings.simplefilter("always")
         found = importlib.import_module(f"echelon.{old}")
     assert found is importlib.import_module(f"echelon.{MOVED[old]}")
-    line = f"echelon.{old} is now echelon.{MOVED[old]}; the old name goes with the next version"
+    line = f"echelon.{old} is now echelon.{MOVED[old]}; the next version removes the old name"
     assert line in [str(warning.message) for warning in caught if warning.category is FutureWarning]
 
 

@@ -58,7 +58,7 @@ def join_late(rank: int, meeting: Path) -> str:
 
 def test_a_rank_that_waits_for_another_names_it(tmp_path: Path) -> None:
     line = "echelon: join: rank {} has waited N s for {}; it gives up after 90 s{}\n"
-    remedy = "; start what is missing, or look into its log"
+    remedy = "; start the missing processes, or look at their logs"
     late = "rank 2 of 3 to call echelon.init()"
     (three := tmp_path / "three").mkdir()
     assert run(join_late, 2, three, ranks=3) == [line.format(0, late, remedy), line.format(1, late, remedy), ""]
@@ -75,5 +75,5 @@ def test_join_with_other_program_at_port_fails_in_time() -> None:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
         place = RankInfo(1, 2, 1, 2, 0, *foreign.getsockname(), "torchrun")
-        with pytest.raises(PeerLost, match=r"^rank 1 could not join rank 0 at .*: what listens there has not answered"):
+        with pytest.raises(PeerLost, match=r"^rank 1 could not join rank 0 at .*: the program that listens there"):
             join_ranks(place, torch.device("cpu"), "gloo", 0.5)

@@ -153,7 +153,7 @@ def without_locks(directory, steps):
     fcntl.flock = no_locks
     said = []
     engine = made(directory, every=1)
-    engine._keeper.claims.say = said.append
+    engine._run.checkpoints.locks._say = said.append
     for _ in range(steps):
         engine.step(*batch())
     engine.close()
@@ -162,7 +162,7 @@ def without_locks(directory, steps):
 
 def test_file_system_without_locks_is_said_and_used(tmp_path):
     ((line,),) = run(without_locks, tmp_path, 2, ranks=1)
-    assert "has no locks (No locks available); a second job that writes there would not be noticed" in line
+    assert "does not support file locks (No locks available); a second job that writes there is not detected" in line
     verify(latest(tmp_path))
 
 

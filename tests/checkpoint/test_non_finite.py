@@ -155,4 +155,4 @@ def test_when_all_checkpoints_are_spoiled_the_run_says_so(tmp_path):
     (end,) = run_raw(train, tmp_path, ranks=1, repaired=True)
     assert end.kind == "CheckpointError"
     assert "none of 1 checkpoints is whole: " in end.line
-    assert "step-00000001 is of no use: after step 1 parameter 'first.weight'" in end.line
+    assert "step-00000001 cannot be used: after step 1 parameter 'first.weight'" in end.line

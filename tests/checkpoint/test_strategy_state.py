@@ -113,8 +113,8 @@ def resumed(names: list[str], directory: str) -> dict[str, dict[str, Tensor]]:
 
 def _all_state(engine: Engine, net: nn.Module) -> dict[str, Tensor]:
     """Weights, buffers and everything the optimizer and the strategies hold."""
-    tensors, _ = engine._keeper._state()
-    return {name: value.clone() for name, value in (tensors | engine._keeper.own_state()).items()}
+    tensors, _ = engine._checkpoints._state()
+    return {name: value.clone() for name, value in (tensors | engine._checkpoints.own_state()).items()}
 
 
 @pytest.fixture(scope="module")

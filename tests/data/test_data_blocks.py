@@ -96,7 +96,7 @@ def test_rows_that_hold_nothing_make_batches_shorter(ranks, shuffle):
 
 
 def test_a_batch_without_a_row_is_an_error():
-    with pytest.raises(DataError, match="4 rows in a row, a whole batch, cannot be read"):
+    with pytest.raises(DataError, match="4 consecutive rows, a whole batch, cannot be read"):
         epoch(Numbered([10, 10], lost=range(4, 12)), batch_size=4, shuffle=False)
 
 

@@ -315,7 +315,7 @@ def test_a_broken_line_is_named(tmp_path, spoil, line):
     with pytest.raises(DataError) as raised:
         read(CtrFiles(path, format="criteo", block_bytes=3000))
     assert str(raised.value).startswith(f"{path}, {line}")
-    assert str(raised.value).endswith("; mend the line, or pass broken='skip' to leave such lines out")
+    assert str(raised.value).endswith("; repair the line, or pass broken='skip' to leave such lines out")
     assert "\n" not in str(raised.value)
 
 
@@ -332,7 +332,7 @@ def test_rows_of_parquet_without_a_label(tmp_path):
         pa.table({"label": [1, 0, None, 1], "x": [1.0, 2.0, 3.0, 4.0]}), tmp_path / "a.parquet", row_group_size=2
     )
     options = {"format": "parquet", "numeric": ["x"], "transform": "none"}
-    with pytest.raises(DataError, match=r"a\.parquet: row 3: no value in the label column 'label'; mend it"):
+    with pytest.raises(DataError, match=r"a\.parquet: row 3: no value in the label column 'label'; repair it"):
         read(CtrFiles(tmp_path / "a.parquet", **options))
     dataset = CtrFiles(tmp_path / "a.parquet", broken="skip", **options)
     assert read(dataset)[1][:, 0].tolist() == [1, 2, 4]

@@ -149,5 +149,5 @@ def test_two_loops_at_once_are_refused():
     first = iter(loader)
     next(first)
     next(iter(loader))
-    with pytest.raises(DataError, match="use a loader for each loop"):
+    with pytest.raises(DataError, match="use one loader for each loop"):
         next(first)

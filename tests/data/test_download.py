@@ -263,7 +263,7 @@ def test_the_command_fetches_its_share_of_a_list(server: Any, tmp_path: Path) ->
         "2",
     ]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "1 files in o" in done.stdout
+    assert "1 files of spec.yaml are in o" in done.stdout
     assert (tmp_path / "o/small").read_bytes() == b"small"
     assert not (tmp_path / "o/big").exists()
 

@@ -151,16 +151,18 @@ def test_missing_trainers_are_named_early_and_at_the_end() -> None:
     said, end, _ = ends[0]
     line = said.splitlines()[-1]
     assert line.startswith("echelon: join: rank 0 has waited ")
-    assert f"rank 2 ({absent[2]}) of 3 to call echelon.init(); it gives up after 2 s; start what is missing" in line
-    assert end.startswith("PeerLost: rank 0 waited 2 s, but of 3 processes these did not join: ")
+    assert (
+        f"rank 2 ({absent[2]}) of 3 to call echelon.init(); it gives up after 2 s; start the missing processes" in line
+    )
+    assert end.startswith("PeerLost: rank 0 has waited 2 s, but of 3 processes these have not joined: ")
     assert f"rank 2 ({absent[2]}); look at their logs, or start them" in end
     said, end, _ = ends[1]
     assert f"rank 2 ({absent[2]}) of 3 to call echelon.init(); it gives up after 30 s" in said
-    assert end.startswith(f"PeerLost: rank 1: rank 0 has gone, while these had not joined: rank 2 ({absent[2]})")
+    assert end.startswith(f"PeerLost: rank 1: rank 0 has exited before these joined: rank 2 ({absent[2]})")
 
     said, end, _ = ends[2]
     assert f"for rank 0 at {foreign[0]}, where a program listens that has not answered" in said
-    assert end.startswith(f"PeerLost: rank 1 could not join rank 0 at {foreign[0]}: what listens there")
+    assert end.startswith(f"PeerLost: rank 1 could not join rank 0 at {foreign[0]}: the program that listens there")
     assert end.endswith("choose another first endpoint of the trainers on all ranks")
 
     lists = [end for _, end, _ in ends[3:5] if end.startswith("MismatchError")]
@@ -177,5 +179,5 @@ def launched(trainers: str) -> tuple[str, int]:
 
 
 def test_launched_ranks_keep_their_places_beside_endpoints() -> None:
-    line = "echelon: join: trainers tells of 3 processes, but torchrun has started 2; the launcher's number holds\n"
+    line = "echelon: join: trainers announces 3 processes, but torchrun has started 2; the launcher's number is used\n"
     assert run(launched, LIST) == [(line, 0), ("", 1)]

@@ -35,7 +35,7 @@ def one_stays_away() -> None:
 
 def test_a_missing_rank_is_named_after_a_bounded_wait() -> None:
     lines = errors(one_stays_away, ranks=3)
-    assert "PeerLost: rank 0 waited 4 s, but of 3 processes these did not join: rank 1" in lines[0]
+    assert "PeerLost: rank 0 has waited 4 s, but of 3 processes these have not joined: rank 1" in lines[0]
     assert lines[2].startswith("PeerLost: rank 2")  # by its own clock, or because rank 0 has left
     assert "join" in lines[2]
     assert "rank 1" in lines[2]

@@ -79,7 +79,7 @@ def test_the_list_of_messages_has_those_that_functions_make() -> None:
     )
     lines = messages.listed(messages.PACKAGE / file for file in files).splitlines()
     assert "- *Damaged*: cannot read {path}: {...}; {advice}" in lines
-    assert any(line.startswith("- *CheckpointError*: cannot write {path}: rank 0 made it, but") for line in lines)
-    assert "- *PeerLost*: server {...} is going" in lines  # one of two texts
+    assert any(line.startswith("- *CheckpointError*: cannot write {path}: rank 0 created it, but") for line in lines)
+    assert "- *PeerLost*: server {...} is shutting down" in lines  # one of two texts
     assert any(line.startswith("- *UsageError*: {what} needs a value that it did not need when") for line in lines)
     assert not any(line.startswith("- *_") for line in lines)  # functions that make errors are no classes

@@ -76,9 +76,9 @@ def train(
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     engine = echelon.distribute(net, loss=F.mse_loss, optimizer=optimizer, strategy=strategy, log=QUIET)
     losses, lines = [], list[str]()
-    engine._voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
+    engine._run.voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
     for step in range(STEPS):
-        at = engine.place["replicate"]
+        at = engine.world.data_rank
         rows = slice(sum(shares[:at]), sum(shares[: at + 1]))
         x, y = (part[rows] for part in batch(step))
         if own_loop:

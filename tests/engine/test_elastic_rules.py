@@ -112,7 +112,7 @@ def test_a_batch_that_is_kept_gives_the_numbers_of_one_process(tmp_path: Path, s
     for weights, _ in results:
         alike(weights, wanted)
     assert f"3 replicas now, {first} when training began: global batch stays 32 (11 + 11 + 10)" in lines
-    assert ("3 ranks do not make 2 stages; going on with one whole model a rank x 3 replicas" in lines) == staged
+    assert ("3 ranks do not fit 2 stages; continuing with one whole model a rank x 3 replicas" in lines) == staged
 
 
 @pytest.mark.parametrize(("rate", "factor"), [("linear", 1.5), ("sqrt", 1.5**0.5)])
@@ -191,7 +191,7 @@ def test_per_rank_files_restart_epoch_or_refuse_without_rule(tmp_path: Path) -> 
     said: list[str] = []
     group: Any = object()  # never asked: nothing is read
     Loader(files, batch_size=2, world_size=2, group=group, on_change=said.append).load_state_dict(before.state_dict())
-    assert said == ["epoch 0 was begun by 1 ranks that read parts of their own, and there are 2 now: it begins anew"]
+    assert said == ["epoch 0 was started by 1 ranks that read their own files, and there are 2 now: it starts again"]
     with pytest.raises(DataError, match="use world_size=1 until that epoch is done"):
         Loader(files, batch_size=2, world_size=2, group=group, seed=1).load_state_dict(before.state_dict())
 
@@ -240,7 +240,7 @@ def test_merged_stages_are_neighbours_and_keep_their_marks() -> None:
     assert merged.units == {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
     assert (merged.pipeline, merged.splits) == (Pipeline(micro_batches=8), marks.splits)
     assert slices == Slices(average=4)
-    assert line == "4 ranks do not make 4 stages x split over 2; going on with 2 stages x split over 2"
+    assert line == "4 ranks do not fit 4 stages x split over 2; continuing with 2 stages x split over 2"
     listed, split = Slices(specific=((0, 2), (1, 3))), dataclasses.replace(marks, units={}, pipeline=None)
     assert fit_to_ranks(Elastic(), split, listed, 6, 2)[1] == Slices(average=2)
     assert fit_to_ranks(None, marks, listed, 6, 2) == (marks, listed, None)

@@ -89,7 +89,7 @@ def _evaluate(engine: echelon.Engine, plain: AveragedModel | None, kind: str) ->
 
 
 def _share(batch: tuple[Tensor, ...], engine: echelon.Engine) -> tuple[Tensor, ...]:
-    return matrix.share(batch, engine._feeding._replica, engine.plan.replicas)
+    return matrix.share(batch, engine.world.data_rank, engine.plan.replicas)
 
 
 CASES = [
@@ -161,7 +161,7 @@ def test_average_goes_on_in_another_layout(tmp_path: Path) -> None:
 def test_average_that_nobody_asks_for_is_told_of(tmp_path: Path) -> None:
     run(keep_average, str(tmp_path), "dp2", range(1), ranks=1)
     _, _, said = run(keep_average, str(tmp_path), "dp2", range(1, 2), ranks=1, begin=False)[0]
-    assert [line.split(";")[1] for line in said] == [" call engine.ema(...) after distribute() to go on with them"]
+    assert [line.split(";")[1] for line in said] == [" call engine.ema(...) after distribute() to continue the average"]
 
 
 # ---- replicas that step alone, low_memory weights, several optimizers ----
@@ -335,8 +335,8 @@ MISTAKES = {
     "name": "engine.ema has no option 'decy'; did you mean 'decay'?",
     "value": "engine.ema(decay=1.5): expected 0 or more, and less than 1",
     "twice": "engine.ema() was called before; an engine has one average: call it once",
-    "step": "engine.step(): the weights are their averages here; leave 'with engine.ema.applied()' first",
-    "save": "engine.save(): the weights are their averages here; leave 'with engine.ema.applied()' first",
+    "step": "engine.step(): the model holds averaged weights here; leave 'with engine.ema.applied()' first",
+    "save": "engine.save(): the model holds averaged weights here; leave 'with engine.ema.applied()' first",
 }
 
 

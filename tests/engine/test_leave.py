@@ -136,9 +136,7 @@ def test_signal_prints_line_with_saved_step_and_exit_code(tmp_path: Path) -> Non
     assert run_raw(say_goodbye, str(tmp_path), ranks=1) == [Died(REQUEUE)]
     *_, last = (tmp_path / "console").read_text().splitlines()
     step = left(tmp_path)[0]
-    assert last == (
-        f"echelon: asked to end by SIGTERM: saved step {step} in {tmp_path}; exit code 75 asks to be started again"
-    )
+    assert last == (f"echelon: preempted by SIGTERM: saved step {step} in {tmp_path}; exit code 75 requests a restart")
 
 
 def nobody_asks(directory: str) -> tuple[int, bool, bool, bool]:

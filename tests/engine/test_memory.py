@@ -22,6 +22,7 @@ import echelon
 from echelon import Dgc, LocalSgd, Strategy, annotate, pipeline, split, stage
 from echelon.base.environment import MEMORY
 from echelon.base.job_secret import prove
+from echelon.base.json_head import PREFIX
 from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
 from echelon.checkpoint.in_memory.snapshot_wire import LONGEST, SnapshotClient, SnapshotRefusedError
 from echelon.launcher.memory_plugin import MemoryCheckpointPlugin, describe
@@ -116,7 +117,7 @@ def told(
     memories: list[MemoryCheckpointPlugin], ranks: list[int], round_number: int, copies: int
 ) -> list[dict[str, str]]:
     """Return the environment of ranks, host by host."""
-    hosts = [(memory.server.address, memory.card.get("memory_key", "")) for memory in memories]
+    hosts = [(memory.server.address, memory.announcement.get("memory_key", "")) for memory in memories]
     return [describe(round_number, here, hosts, ranks, copies) for here in range(len(memories))]
 
 
@@ -256,15 +257,15 @@ def test_memory_server_rejects_strangers_and_malformed_requests(memories: Any) -
             return b""
 
     assert says(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" + bytes(100), proves=False) == b""
-    refusal = framed(b'{"error":"that bank is gone"}')
+    refusal = framed(b'{"error":"the snapshot buffer no longer exists"}')
     nonsense = [
-        (LONGEST + 1).to_bytes(4, "big"),
-        b"\xff\xff\xff\xff",
-        (100).to_bytes(4, "big") + b'{"op":',
-        (4).to_bytes(4, "big") + b"[[[[",
-        (2).to_bytes(4, "big") + b"[]",
-        (12).to_bytes(4, "big") + b'{"op":"huh"}',
-        (2000).to_bytes(4, "big") + b"[" * 2000,
+        (LONGEST + 1).to_bytes(PREFIX, "little"),
+        b"\xff" * PREFIX,
+        (100).to_bytes(PREFIX, "little") + b'{"op":',
+        (4).to_bytes(PREFIX, "little") + b"[[[[",
+        (2).to_bytes(PREFIX, "little") + b"[]",
+        (12).to_bytes(PREFIX, "little") + b'{"op":"huh"}',
+        (2000).to_bytes(PREFIX, "little") + b"[" * 2000,
         framed(b'{"op":"open","round":-1,"world":2,"rank":0,"engine":0,"table":[],"room":9,"nbytes":9}'),
         framed(b'{"op":"keep","bank":1,"seq":1,"step":1,"bytes":99999999,"facts":"{}"}'),
     ]
@@ -279,4 +280,4 @@ def test_memory_server_rejects_strangers_and_malformed_requests(memories: Any) -
 
 
 def framed(text: bytes) -> bytes:
-    return len(text).to_bytes(4, "big") + text
+    return len(text).to_bytes(PREFIX, "little") + text

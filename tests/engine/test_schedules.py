@@ -124,7 +124,7 @@ def test_resume_through_json_is_bit_equal() -> None:
         ({"decay": "cosine"}, "known: exponential, fixed"),
         ({"warmup": "liner"}, "did you mean 'linear'?"),
         ({"decay": "luong5"}, "needs total_steps"),
-        ({"decay": "polynomial"}, "needs total_steps, or decay_steps"),
+        ({"decay": "polynomial"}, "needs total_steps or decay_steps"),
         ({"decay": "exponential"}, "needs decay_steps"),
         ({"warmup_steps": -1}, "Schedule(warmup_steps=-1): expected a whole number of 0 or more"),
         ({"total_steps": 0}, "Schedule(total_steps=0)"),

@@ -78,7 +78,7 @@ def test_what_is_left_out_says_why(asked: Fast, amp: object, traits: FastPathTra
     everything = decide(asked, amp, TRANSFORMER)
     assert chosen.left_out.keys() == {part}
     assert chosen.left_out[part].startswith(reason)
-    assert f"fast: {part} left out: {chosen.left_out[part]}" in list(startup_lines(chosen))
+    assert f"fast: {part} disabled: {chosen.left_out[part]}" in list(startup_lines(chosen))
     field = {"compile": "compiled", "fused optimizers": "fused"}.get(part, part)
     assert not getattr(chosen, field)
     kept = {name: value for name, value in vars(everything).items() if name not in (field, "left_out")}
@@ -130,7 +130,7 @@ def test_odd_output_layers_padded_in_16_bits_without_compiler(
 
 
 def test_padding_where_there_is_nothing_to_pad_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"Fast\(pad=True\) was asked, but no large output layer is of an odd size"):
+    with pytest.raises(UsageError, match=r"Fast\(pad=True\): no large output layer needs padding"):
         decide(Fast(pad=True), None, TRANSFORMER)
 
 
@@ -144,12 +144,12 @@ def test_what_the_user_says_of_sixteen_bits_is_what_happens(amp: object) -> None
 @pytest.mark.parametrize(
     ("asked", "amp", "traits", "line"),
     [
-        (Fast(compile=True), None, with_traits(cut="it is cut"), r"^Fast\(compile=True\) was asked, but it is cut;"),
+        (Fast(compile=True), None, with_traits(cut="it is cut"), r"^Fast\(compile=True\): it is cut;"),
         (Fast(compile="whole"), None, with_traits(only_blocks="it has stages"), "; use compile=True$"),
         (Fast(compile=True), None, with_traits(only_blocks="no", blocks=()), "and there are none; leave compile out$"),
-        (Fast(bf16=True), False, TRANSFORMER, r"^Fast\(bf16=True\) was asked, but Strategy\(amp=...\)"),
-        (Fast(graphs=True), None, with_traits(machine=DeviceCapabilities()), "only NVIDIA GPUs have them"),
-        (Fast(graphs=True), None, with_traits(uncaptured="2 talk"), "was asked, but 2 talk; leave graphs out"),
+        (Fast(bf16=True), False, TRANSFORMER, r"^Fast\(bf16=True\): Strategy\(amp=...\)"),
+        (Fast(graphs=True), None, with_traits(machine=DeviceCapabilities()), "only NVIDIA GPUs have CUDA graphs"),
+        (Fast(graphs=True), None, with_traits(uncaptured="2 talk"), ": 2 talk; leave graphs out"),
         (Fast(compile="blocks"), None, with_traits(blocks=()), "the model has no repeated blocks"),
         (Fast(channels_last=True), None, TRANSFORMER, "the model has no 2-D convolutions"),
     ],
@@ -177,8 +177,8 @@ def test_the_announcement_names_every_part() -> None:
     said = list(startup_lines(decide(Fast(), None, with_traits(convolutions=True, unfused="servers step"))))
     assert said == [
         "fast: compiled 24 blocks of layers.*; bf16 (Strategy(amp=False) keeps fp32); channels last; "
-        "CUDA graphs where the host holds up the step; Strategy(fast=False) switches it off",
-        "fast: fused optimizers left out: servers step",
+        "CUDA graphs where the host limits the step; Strategy(fast=False) switches it off",
+        "fast: fused optimizers disabled: servers step",
     ]
 
 
@@ -611,15 +611,15 @@ def fails_in_backward(program: Any, inputs: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "backend", "line"),
     [
-        (Forces, "aot_eager", "compiling failed, and it goes on uncompiled (RuntimeError: torch.compile with aot_auto"),
-        (Bottle, fails_in_backward, "compiling failed, and it goes on uncompiled (RuntimeError: no backward here)"),
+        (Forces, "aot_eager", "compile disabled: compiling failed (RuntimeError: torch.compile with aot_auto"),
+        (Bottle, fails_in_backward, "compile disabled: compiling failed (RuntimeError: no backward here)"),
         (
             Counts,
             "eager",
-            "code is compiled anew too often, for a value that changes (self.calls == ",
+            "code is recompiled too often, for a value that changes (self.calls == ",
         ),
-        (Broken, fails_at_the_second, "compiling failed, and it goes on uncompiled (RuntimeError: no second here)"),
-        (Recurrent, "eager", "the compiler has found nothing to compile in the model"),
+        (Broken, fails_at_the_second, "compile disabled: compiling failed (RuntimeError: no second here)"),
+        (Recurrent, "eager", "compile has no effect: the compiler has found nothing to compile"),
     ],
 )
 def test_not_compilable_reported_and_equals_uncompiled_run(
@@ -653,9 +653,7 @@ def test_channels_last_with_view_raises_if_set_else_left_out() -> None:
         strategy=Strategy(fast=Fast(channels_last=True)),
         log=echelon.Log(console=False),
     )
-    with pytest.raises(
-        UsageError, match=r"write reshape\(\) or flatten\(\), or give Strategy\(fast=Fast\(channels_las"
-    ):
+    with pytest.raises(UsageError, match=r"use reshape\(\) or flatten\(\), or give Strategy\(fast=Fast\(channels_las"):
         engine.step(torch.randn(2, 3, 8, 8), torch.randn(2, 8))
 
 
@@ -699,7 +697,7 @@ def test_models_of_scripted_modules_train_as_they_did_as_python(make: Callable[[
             step = stepping(each, False)
             runs.append([step() for _ in range(3)])
     assert runs[2:] == runs[:2]
-    assert planned(model)[1].uncaptured == "scripted modules hold values out of Python's sight"
+    assert planned(model)[1].uncaptured == "scripted modules hold values that guards cannot read"
 
 
 class Judging(nn.Module):
@@ -785,7 +783,7 @@ def test_compile_failure_reported_once_and_training_continues() -> None:
     told = [line.removeprefix("echelon: fast: ") for line in said.splitlines() if "fast:" in line]
     assert told[0] == "compiled 3 blocks of layers.*; Strategy(fast=False) switches it off"
     assert len(told) == 2
-    assert told[1].startswith("compiling failed, and it goes on uncompiled (RuntimeError: no compiler here)")
+    assert told[1].startswith("compile disabled: compiling failed (RuntimeError: no compiler here)")
 
 
 class Config:
@@ -817,7 +815,7 @@ def test_changed_class_attribute_respected_by_every_torch(monkeypatch: pytest.Mo
                 found.append(float(engine.step(torch.ones(2, 8), torch.ones(2, 3))))
         engine.close()
     torch.testing.assert_close(found[:4], found[4:])
-    lines = [line for line in said.getvalue().splitlines() if "goes on uncompiled" in line]
+    lines = [line for line in said.getvalue().splitlines() if "fast: compile disabled" in line]
     assert len(lines) == (0 if notices else 1), lines
     assert all("Config.weight has changed" in line for line in lines)
 

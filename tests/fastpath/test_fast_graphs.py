@@ -535,7 +535,7 @@ def test_step_waiting_for_device_retried_as_told_of_capture(helps: bool, monkeyp
     monkeypatch.setattr(graphs, "CapturedStep", captured)
     (found, said), (expected, _) = (train(monkeypatch, nothing, [8] * (STEPS + 3), on) for on in (True, False))
     torch.testing.assert_close(found, expected)
-    line = "are one CUDA graph now" if helps else "left out: forward or backward waits for the device"
+    line = "are one CUDA graph now" if helps else "disabled: forward or backward synchronizes with the device"
     assert [line in one for one in said] == [True], said
     assert told == ([True] if helps else [])
 

@@ -147,9 +147,8 @@ def train_with_engine(kind: str, batches: Iterable[Batch], **options: Any) -> Tr
     echelon.init(device=DEVICE)
     model = made(kind)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        engine = echelon.distribute(
-            model, loss=LOSSES[kind], optimizer=optimizer_of(model), log=echelon.Log(lines=False), **options
-        )
+        options = {"loss": LOSSES[kind]} | options
+        engine = echelon.distribute(model, optimizer=optimizer_of(model), log=echelon.Log(lines=False), **options)
         losses = [engine.step(*my_share(batch)) for batch in batches]
         values = [float(loss) for loss in losses]
         weights = in_host_memory(engine.whole_state())

@@ -60,7 +60,7 @@ def test_the_default_equals_a_plain_loop_in_bf16(kind: str) -> None:
         assert "bf16 (Strategy(amp=False) keeps fp32)" in line
         assert chosen.fused == {"main": "SGD"}
         assert "fused SGD" in line
-        assert "CUDA graphs where the host holds up the step" in line
+        assert "CUDA graphs where the host limits the step" in line
 
 
 @pytest.mark.parametrize("kind", plain.MODELS)

@@ -54,19 +54,19 @@ class Job:
             self.launchers[name] = start(*words, cwd=self.directory, WHO=name)
 
     def start_first(self, name, place):
-        """The first to come is the one that serves the muster."""
+        """The first to come is the one that serves the rendezvous."""
         self.start(name)
         host, port = place.split(":")
-        until(lambda: network.answers(host, int(port), timeout=1.0), "the muster")
+        until(lambda: network.answers(host, int(port), timeout=1.0), "the rendezvous")
 
     def at(self, round_, *names):
         """Wait until the ranks of this round are these hosts', in this order."""
         found = [self.directory / f"up-{round_}-{rank}" for rank in range(len(names))]
         until(lambda: all(path.exists() for path in found), f"round {round_} of {names}")
-        told = [json.loads(path.read_text()) for path in found]
-        assert [rank["who"] for rank in told] == list(names)
-        assert {rank["world"] for rank in told} == {len(names)}
-        return told
+        records = [json.loads(path.read_text()) for path in found]
+        assert [rank["who"] for rank in records] == list(names)
+        assert {rank["world"] for rank in records} == {len(names)}
+        return records
 
     def kill(self, name):
         launcher = self.launchers.pop(name)
@@ -96,17 +96,17 @@ def test_hosts_join_and_are_lost_and_leave_and_the_others_go_on(tmp_path):
     job.start("b")
     job.at(1, "a", "b")
     job.start("c")
-    told = job.at(2, "a", "b", "c")
+    records = job.at(2, "a", "b", "c")
     job.kill("b")
     job.at(3, "a", "c")
-    assert not any(os.path.exists(f"/proc/{rank['pid']}") for rank in told)
+    assert not any(os.path.exists(f"/proc/{rank['pid']}") for rank in records)
     job.launchers["c"].terminate()
     left = job.end("c")
     job.at(4, "a")
     job.done()
     end = job.end("a")
     assert (left.code, end.code) == (143, 0)
-    lost = f"host {HERE} was lost (not heard of for 3 s; is it up?)"
+    lost = f"host {HERE} was lost (no heartbeat for 3 s; is it up?)"
     assert end.err.splitlines() == [
         f"echelon: host {HERE} joined: going on with 2 hosts (2 ranks)",
         f"echelon: host {HERE} joined: going on with 3 hosts (3 ranks)",
@@ -163,7 +163,7 @@ def test_peer_lost_with_host_blames_it_and_same_command_rejoins(tmp_path):
     job.done()
     ends = job.end("a"), job.end("again")
     assert [end.code for end in ends] == [0, 0], ends
-    lost = f"host {HERE} was lost (not heard of for 3 s; is it up?)"
+    lost = f"host {HERE} was lost (no heartbeat for 3 s; is it up?)"
     assert ends[0].err.splitlines() == [
         f"echelon: restarting all ranks (restart 1 of 1) because {lost}",
         f"echelon: {lost}, host {HERE} joined: going on with 2 hosts (2 ranks)",
@@ -191,7 +191,7 @@ def test_rendezvous_host_dies_second_master_serves(tmp_path):
     assert (spare.code, spare.err) == (0, f"echelon: the job at {second} has ended and did not need this host\n")
     ends = [job.end(name) for name in "bcd"]
     assert [end.code for end in ends] == [0, 0, 0], ends
-    gone = f"host {HERE} was lost (its launcher at {first} does not answer any more)"
+    gone = f"host {HERE} was lost (its launcher at {first} no longer answers)"
     assert ends[0].err.splitlines()[1] == f"echelon: {gone}: going on with 2 hosts (2 ranks)"
     job.nothing_left()
 
@@ -210,7 +210,7 @@ def test_ranks_that_can_save_get_time_when_hosts_join_or_leave(tmp_path):
     job.launchers["a"].send_signal(signal.SIGUSR1)
     end = job.end("a")
     assert (left.code, end.code) == (75, 75)
-    saved = "after saving; exit code 75 asks to be started again"
+    saved = "after saving; exit code 75 requests a restart"
     assert left.err.splitlines()[-1] == f"echelon: stopped by SIGTERM {saved}"
     assert end.err.splitlines()[-2:] == [
         f"echelon: host {HERE} is leaving (SIGTERM): going on with 1 host (1 rank)",
@@ -229,7 +229,7 @@ def test_fixed_job_leaves_whole_also_when_ranks_leave_unasked(tmp_path):
     assert ends[1].err == f"echelon: host {HERE} is leaving (SIGTERM)\n"
     unasked = "os.kill(os.getpid(), signal.SIGTERM)\n"
     end = echelon("run", write(tmp_path / "alone.py", START + LEAVES + unasked + WAIT), cwd=tmp_path, WHO="one")
-    assert (end.code, end.err) == (75, f"echelon: host {HERE} has saved and asks to be started again\n")
+    assert (end.code, end.err) == (75, f"echelon: host {HERE} has saved and requests a restart\n")
 
 
 def test_a_second_signal_ends_the_wait_for_ranks_that_save(tmp_path):
@@ -258,10 +258,10 @@ def test_what_is_explained_in_one_line_is_not_tried_again(failure, again):
         least=1, most=1, elastic=False, procs=1, max_restarts=1, join_timeout=5, last_call=0, host_timeout=5, grace=1
     )
     meet = [RendezvousStore(HashStore(), "here", serves=True)].pop
-    muster = LauncherRendezvous(
+    rendezvous = LauncherRendezvous(
         RendezvousParticipant(meet, terms, name="h", address="127.0.0.1", node_rank=None, extras=dict, say=print), terms
     )
-    muster.next_rendezvous()
-    verdict = muster.settle(Failure(0, 1, "h", 1, 1, 0.0, **failure))
+    rendezvous.next_rendezvous()
+    verdict = rendezvous.settle(Failure(0, 1, "h", 1, 1, 0.0, **failure))
     assert verdict.again == again
-    muster.depart("", goes_on=False)
+    rendezvous.depart("", goes_on=False)

@@ -245,7 +245,7 @@ def test_a_launcher_with_another_secret_is_told_so_and_ends(tmp_path):
 @pytest.mark.usefixtures("quick")
 def test_what_is_no_gate_is_told_in_one_line():
     _, port = serve_store("127.0.0.1", 0, None, LIMIT)
-    with pytest.raises(PeerLost, match=f"what answers at 127.0.0.1:{port} does not ask for a secret"):
+    with pytest.raises(PeerLost, match=f"the program at 127.0.0.1:{port} does not authenticate"):
         local_store_endpoint("127.0.0.1", port, TOKEN)
     with network.listen("127.0.0.1", 0) as listener:
         gone = listener.getsockname()[1]

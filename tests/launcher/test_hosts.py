@@ -86,14 +86,16 @@ def test_a_missing_host_is_told_after_a_bounded_wait(tmp_path):
     here = echelon("run", *words, cwd=tmp_path, ECHELON_WAIT_NOTICE="0.4")
     waits = "echelon: launcher: this launcher has waited N s for {}; it gives up after 2 s"
     assert wait_lines(here.err) == [
-        waits.format(f"2 of 3 hosts to come to {words[3]} (here: {socket.gethostname()}), by the same command there"),
+        waits.format(
+            f"2 of 3 hosts to come to {words[3]} (here: {socket.gethostname()}); start the same command there"
+        ),
         f"echelon: 1 of 3 hosts came to {words[3]} within 2 s ({socket.gethostname()}); "
         "start the same command on the others, or give --join-timeout",
     ]
     away = echelon("run", "--node-rank", 1, *words, cwd=tmp_path, ECHELON_WAIT_NOTICE="0.4")
     waited, gave_up = wait_lines(away.err)
-    assert waited == waits.format(f"--master {words[3]} to answer, by the same command on that host")
-    assert gave_up.startswith(f"echelon: 1 of 3 hosts came: nobody answers at --master {words[3]} within 2 s")
+    assert waited == waits.format(f"--master {words[3]} to answer; start the same command on that host")
+    assert gave_up.startswith(f"echelon: 1 of 3 hosts came: --master {words[3]} has not answered for 2 s")
     assert (here.code, away.code) == (1, 1)
 
 
@@ -126,7 +128,7 @@ def test_launcher_that_just_claimed_the_port_is_waited_for(tmp_path, monkeypatch
     port, served = free_port(), []
     options = RunOptions("any.py", procs=1, nnodes="2", master=f"127.0.0.1:{port}", join_timeout=30.0)
     with socket.socket(socket.AF_UNIX) as sign:
-        sign.bind(f"\0echelon-muster-{port}")
+        sign.bind(f"\0echelon-rendezvous-{port}")
 
         def late():
             time.sleep(1.5)
@@ -192,5 +194,5 @@ def test_launcher_messages_survive_json_and_others_are_refused():
         assert type(said).from_json(said.to_json().encode()) == said
     for text in (b"", b"[]", b"{}", b'{"round": "x"}', b'{"cause": "whim"}'):
         for kind in (JoinRequest, RoundMembers, RoundOutcome):
-            with pytest.raises(PeerLost, match="something that is not a launcher of this job"):
+            with pytest.raises(PeerLost, match="the store of this job has a message from another program"):
                 kind.from_json(text)

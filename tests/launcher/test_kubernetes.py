@@ -19,12 +19,12 @@ from echelon.launcher.schedulers.kubernetes import KubernetesSubmission, documen
 #: Fields of the Job that we use became stable in the first; the second is the newest that the schemas know.
 VERSIONS = ("1.33", "1.37")
 PLAIN = KubernetesSubmission(
-    program=["train.py", "--lr", "0.1"], image="registry.example/t:1", hosts=4, name="train", gpus=8
+    "train.py", args=["--lr", "0.1"], image="registry.example/t:1", nnodes="4", name="train", gpus=8
 )
 SERVED = KubernetesSubmission(
-    program=["train.py"],
+    script="train.py",
     image="t",
-    hosts=3,
+    nnodes="3",
     name="ctr",
     namespace="ml",
     cpu="8",
@@ -117,7 +117,7 @@ def test_workers_of_served_job_are_numbered_over_all_pods(tmp_path):
     text = f"#!{sys.executable}\nimport sys, json\njson.dump(sys.argv[1:], sys.stdout)\n"
     write(tmp_path / "echelon", text).chmod(0o755)
     asked = KubernetesSubmission(
-        program=["train.py", "$(HOME) $$ '\""], image="t", hosts=3, name="ctr", servers=2, workers=4
+        "train.py", args=["$(HOME) $$ '\""], image="t", nnodes="3", name="ctr", servers=2, workers=4
     )
     command = by_kind(asked)["Job", "ctr"]["spec"]["template"]["spec"]["containers"][0]["command"]
     env = {"JOB_COMPLETION_INDEX": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/wrong"}
@@ -129,16 +129,18 @@ def test_workers_of_served_job_are_numbered_over_all_pods(tmp_path):
 
 
 def test_an_elastic_job_says_how_few_hosts_do():
-    command = documents(KubernetesSubmission(["t.py"], "i", 4, "t", min_hosts=2))[-1]["spec"]["template"]["spec"][
-        "containers"
-    ]
+    command = documents(KubernetesSubmission("t.py", "i", nnodes="4", name="t", min_hosts=2))[-1]["spec"]["template"][
+        "spec"
+    ]["containers"]
     assert command[0]["command"][2:4] == ["--nnodes", "2:4"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=4))
 def test_no_argument_or_value_escapes_its_quotes(words):
-    asked = KubernetesSubmission(["train.py", *words], "i", 2, "t", environment=[f"A={words[0]}"], token_secret="s")
+    asked = KubernetesSubmission(
+        "train.py", "i", words, nnodes="2", name="t", environment=[f"A={words[0]}"], token_secret="s"
+    )
     text = manifest(asked)
     assert text.isascii()
     service, job = yaml.safe_load_all(text)
@@ -155,28 +157,31 @@ def test_no_argument_or_value_escapes_its_quotes(words):
 )
 def test_words_that_yaml_could_misread_are_quoted(word):
     """Words that a YAML parser might take for something other than text are quoted."""
-    lines = [line.strip() for line in manifest(KubernetesSubmission(["t", word], "i", 1, "t")).splitlines()]
+    lines = [line.strip() for line in manifest(KubernetesSubmission("t", "i", [word], name="t")).splitlines()]
     assert f'- "{word}"' in lines
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"name": "Train_1"}, "--name 'Train_1' is no name for a job; use small letters, digits and dashes"),
-        ({"name": "x" * 46}, f"--name '{'x' * 46}' is no name for a job"),
+        ({"name": "Train_1"}, "--name 'Train_1' is not a valid job name; use small letters, digits and dashes"),
+        ({"name": "x" * 46}, f"--name '{'x' * 46}' is not a valid job name"),
         ({"namespace": "a b"}, "the name of --namespace is 'a b', which Kubernetes does not allow"),
-        ({"image": "a b"}, "--image 'a b' is no name of an image"),
-        ({"memory": "64 GB"}, "--memory '64 GB' is no amount that Kubernetes knows; write 8, 500m, 64Gi"),
+        ({"image": "a b"}, "--image 'a b' is not the name of an image"),
+        ({"memory": "64 GB"}, "--memory '64 GB' is not a Kubernetes quantity; write 8, 500m, 64Gi"),
         ({"volumes": ["data"]}, "--volume 'data' is not CLAIM:/path, such as data:/data"),
         ({"environment": ["1A=2"]}, "--env '1A=2' is not NAME=VALUE"),
         ({"state": "1Gi"}, "--workers, --state-size and --tls-secret belong to a job with servers; add --servers N"),
-        ({"program": ["a\udcff"]}, "the argument 'a\\udcff' is no text in UTF-8, which Kubernetes cannot hold"),
-        ({"min_hosts": 9}, "--min-hosts 9 is more than --nnodes 2"),
+        (
+            {"args": ["a\udcff"]},
+            "the argument 'a\\udcff' is not UTF-8 text, and Kubernetes takes no other; change it",
+        ),
+        ({"min_hosts": 9}, "--min-hosts 9 is more than --nnodes 2; give no more than that"),
     ],
 )
 def test_mistakes_are_one_line(changed, line):
     with pytest.raises(UsageError) as caught:
-        documents(KubernetesSubmission(**({"program": ["t"], "image": "i", "hosts": 2, "name": "t"} | changed)))
+        documents(KubernetesSubmission(**({"script": "t", "image": "i", "nnodes": "2", "name": "t"} | changed)))
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
@@ -204,4 +209,4 @@ def test_submit_prints_writes_owner_only_file_or_calls_kubectl(tmp_path, monkeyp
     assert len(list(yaml.safe_load_all((tmp_path / "taken").read_text()))) == 3
     write(kubectl, "#!/bin/sh\necho 'error: no\n cluster' >&2; exit 1\n")
     refused = here(*words, "t.py", cwd=tmp_path)
-    assert (refused.code, refused.err) == (1, "echelon: kubectl did not take the job t: error: no cluster\n")
+    assert (refused.code, refused.err) == (1, "echelon: kubectl refused the job t: error: no cluster\n")

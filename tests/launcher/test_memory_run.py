@@ -51,7 +51,7 @@ def test_killed_job_resumes_from_memory_to_undisturbed_weights(tmp_path: Path) -
     (tmp_path / "train.py").write_text(TRAIN)
     ended = echelon("run", "--procs", 2, "--copies", 1, "--max-restarts", 1, "train.py", cwd=tmp_path)
     assert ended.code == 0, ended.err
-    assert re.search(r"copies in memory: \S+ \w+ on this host after every step$", ended.out, re.MULTILINE)
+    assert re.search(r"in-memory snapshots: \S+ \w+ on this host after every step$", ended.out, re.MULTILINE)
     line = r"resumed from memory, after step (9|10) \(saved by 2 ranks on 1 host\)$"
     assert re.search(line, ended.out, re.MULTILINE), ended.out
     found = load_file(tmp_path / "end.safetensors")
@@ -78,7 +78,7 @@ def test_copy_after_an_infinite_gradient_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     ended = echelon("run", "--procs", 2, "--copies", 1, "--max-restarts", 1, "train.py", cwd=tmp_path)
     assert ended.code == 0, ended.err
-    assert "memory is of no use: after step 10 parameter '" in ended.out
+    assert "memory cannot be used: after step 10 parameter '" in ended.out
     assert "resumed from memory, after step 9 " in ended.out
     found = load_file(tmp_path / "end.safetensors")
     assert {name: value.tolist() for name, value in found.items()} == {k: v.tolist() for k, v in wanted.items()}

@@ -25,7 +25,7 @@ def _a_directory_with_a_script(tmp_path, monkeypatch):
 
 COMMANDS = {
     "run --prcs 2 train.py": "no option '--prcs' for 'echelon run'; did you mean '--procs'?",
-    "run --procs 0 train.py": "--procs 0 makes no job; it must be 1 or more",
+    "run --procs 0 train.py": "--procs 0: expected 1 or more",
     "run": "missing argument 'script'; usage: echelon run [OPTIONS] script [ARGS]...",
     "rnu train.py": "no command 'rnu'; did you mean 'run'?",
 }
@@ -45,19 +45,19 @@ def test_a_process_of_its_own_says_the_same(tmp_path):
 MISTAKES = [
     ({"program": "trian.py"}, r"no script at 'trian.py'; did you mean 'train.py'\?"),
     ({"program": "nowhere.thing", "module": True}, "-m nowhere.thing: no module of that name"),
-    ({"nnodes": "2"}, "a job on 2 hosts needs a place to meet; give every host the same --master HOST:PORT"),
-    ({"nnodes": "0"}, "--nnodes 0 makes no job"),
+    ({"nnodes": "2"}, "a job on 2 hosts needs a rendezvous address; give every host the same --master HOST:PORT"),
+    ({"nnodes": "0"}, "--nnodes 0: expected"),
     ({"nnodes": "2", "node_rank": 2, "master": "127.0.0.1:1"}, "--node-rank 2 does not fit --nnodes 2"),
     ({"nnodes": "2", "master": "somewhere"}, "--master 'somewhere' is not HOST:PORT"),
     ({"nnodes": "2-8"}, r"--nnodes '2-8' is neither a number of hosts \(4\) nor a range \(2:8\)"),
     ({"nnodes": "8:2"}, "--nnodes 8:2 begins above its end"),
-    ({"nnodes": "2", "master": "127.0.0.1:1,127.0.0.1:1"}, "names a place twice"),
-    ({"nnodes": "2", "master": "10.9.8.7:1"}, "needs a secret that all know: export ECHELON_TOKEN="),
+    ({"nnodes": "2", "master": "127.0.0.1:1,127.0.0.1:1"}, "names an address twice"),
+    ({"nnodes": "2", "master": "10.9.8.7:1"}, "needs a shared secret; export ECHELON_TOKEN="),
     ({"host_timeout": 1.0}, "--host-timeout 1 would take hosts for lost that only had a busy moment"),
     ({"grace": -1.0}, "--grace -1 is no time to wait"),
-    ({"copies": -1}, "--copies -1 makes no job"),
+    ({"copies": -1}, "--copies -1: expected"),
     ({"on_stall": "cry"}, "--on-stall 'cry' is neither end nor wait"),
-    ({"max_restarts": -1}, "--max-restarts -1 makes no job"),
+    ({"max_restarts": -1}, "--max-restarts -1: expected"),
     ({"log_dir": "train.py"}, "--log-dir 'train.py' cannot be used"),
     ({"gpus": "two"}, "--gpus 'two' is neither a count"),
     ({"gpus": "0"}, "for GPU zero alone write '--gpus 0,'"),
@@ -103,10 +103,10 @@ def test_the_number_of_hosts_may_come_from_the_environment(monkeypatch, name):
     monkeypatch.setenv(name, "3")
     assert check(master="127.0.0.1:29500").nnodes == 3
     assert check(master="127.0.0.1:29500", nnodes="2").nnodes == 2
-    with pytest.raises(UsageError, match="a job on 3 hosts needs a place to meet"):
+    with pytest.raises(UsageError, match="a job on 3 hosts needs a rendezvous address"):
         check()
     monkeypatch.setenv(name, "many")
-    with pytest.raises(UsageError, match=f"{name} must be the number of hosts, but it is 'many'"):
+    with pytest.raises(UsageError, match=f"{name}='many': expected the number of hosts"):
         check()
 
 
@@ -136,7 +136,7 @@ def test_the_console_names_a_late_rank_once_whoever_waits_for_it(tmp_path):
     write(tmp_path / "late.py", late)
     end = echelon("run", "--procs", 3, "late.py", cwd=tmp_path, ECHELON_WAIT_NOTICE="0.5")
     line = r"echelon: join: rank [12] has waited \d s for rank 0 of 3 to call echelon.init\(\); it gives up after 300 s"
-    assert re.fullmatch(rf"{line}; start what is missing, or look into its log\n", end.err), end.err
+    assert re.fullmatch(rf"{line}; start the missing processes, or look at their logs\n", end.err), end.err
     assert end.code == 0
     logs = [(tmp_path / "log" / f"rank-{rank}.log").read_text() for rank in range(3)]
     assert [text.count("has waited") for text in logs] == [0, 1, 1]

@@ -121,7 +121,7 @@ def test_a_job_goes_on_when_a_node_is_lost_and_another_comes(cluster, tmp_path):
     end = finish(job)
     assert end.code == 0, end
     assert "echelon: the Ray node of host 1 (" in end.err
-    assert "was lost; another takes its place as soon as the cluster has one\n" in end.err
+    assert "was lost; another node replaces it as soon as the cluster has one\n" in end.err
     assert "resumed from " in end.out
     assert carriers(secret, tmp_path, ray_files) == []
     assert secret not in end.out + end.err
@@ -153,16 +153,16 @@ def test_too_large_job_is_one_line_killed_command_leaves_nothing(cluster, tmp_pa
     ("words", "line"),
     [
         (["--on", "ray"], "--on ray needs ray: pip install 'echelon[ray]'"),
-        (["--on", "rai"], "--on rai: jobs can be run on ray, or leave --on out"),
+        (["--on", "rai"], "--on rai: the only known cluster is ray; write --on ray, or leave --on out"),
         (["--ray-address", "a:1"], "--ray-address is for jobs on a Ray cluster; add --on ray"),
-        (["--on", "ray", "--master", "a:1"], "--master is for hosts that you choose; with --on ray Ray does"),
+        (["--on", "ray", "--master", "a:1"], "--master chooses hosts; with --on ray, Ray chooses them: leave it out"),
         (
             ["--on", "ray", "--servers", "1"],
             "--on ray starts jobs without parameter servers; leave --servers and --pservers out",
         ),
         (
             ["--on", "ray", "--gpus", "0,1"],
-            "--gpus 0,1 names GPUs; with --on ray say how many on each host, which is Ray's choice",
+            "--gpus 0,1 names GPUs; with --on ray, Ray chooses them: give their number on each host",
         ),
     ],
 )

@@ -288,7 +288,7 @@ engine = echelon.distribute(
 )
 while True:
     engine.step(torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0]]))
-    open(f"up-{engine.worker}", "w").close()
+    open(f"up-{engine.world.rank}", "w").close()
 """
 
 
@@ -302,7 +302,7 @@ def test_launcher_asked_to_leave_lets_workers_save_via_servers(tmp_path: Path) -
     end = finish(job)
     assert (end.code, end.err) == (
         75,
-        "echelon: stopped by SIGUSR1 after saving; exit code 75 asks to be started again\n",
+        "echelon: stopped by SIGUSR1 after saving; exit code 75 requests a restart\n",
     )
     assert gone(tmp_path)
     saved = Stored(find(tmp_path / "ckpt"))
@@ -322,7 +322,7 @@ def test_workers_that_left_by_themselves_are_not_started_again(tmp_path: Path) -
     elsewhere = ["--pservers", f"127.0.0.1:{free_port()}", "--servers", 0, "--trainers", 2, "--workers", 2]
     end = echelon("run", *elsewhere, "left.py", cwd=tmp_path)
     assert end.code == 75
-    assert end.err == f"echelon: host {socket.gethostname()} has saved and asks to be started again\n"
+    assert end.err == f"echelon: host {socket.gethostname()} has saved and requests a restart\n"
 
 
 @pytest.mark.usefixtures("warm")

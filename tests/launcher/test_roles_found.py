@@ -67,8 +67,8 @@ def test_other_launchers_number_the_workers_too() -> None:
 WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"pservers": LIST, "role": "sever"}, {}, "role: no role 'sever'; did you mean 'server'?"),
     ({"pservers": LIST}, {"TRAINING_ROLE": "BOSS"}, "TRAINING_ROLE: no role 'BOSS'; known: PSERVER, TRAINER"),
-    ({"role": "server"}, {}, "role makes this process a server, but nothing says where the servers are"),
-    ({}, {"TRAINING_ROLE": "PSERVER"}, "TRAINING_ROLE makes this process a server, but nothing says where"),
+    ({"role": "server"}, {}, "role makes this process a server, but no server endpoints are given"),
+    ({}, {"TRAINING_ROLE": "PSERVER"}, "TRAINING_ROLE makes this process a server, but no server endpoints are given"),
     ({"pservers": "10.0.0.1"}, {}, "'10.0.0.1' is no endpoint; write HOST:PORT"),
     ({"pservers": "h:1,"}, {}, "'' is no endpoint; write HOST:PORT"),
     ({"pservers": "h:65536"}, {}, "'h:65536' is no endpoint"),
@@ -85,7 +85,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
         {},
         "this server is h:1, which is not among the servers 10.0.0.1:6174, 10.0.0.2:6174; write it as the list does",
     ),
-    ({"pservers": LIST, "join_timeout": 0}, {}, "a join time-out of 0 s leaves no time to meet"),
+    ({"pservers": LIST, "join_timeout": 0}, {}, "the join timeout is 0 s; it must be above 0"),
     ({"pservers": LIST}, {"ECHELON_PS_JOIN_TIMEOUT": "soon"}, "ECHELON_PS_JOIN_TIMEOUT must be a number of seconds"),
 ]  # fmt: skip
 
@@ -123,12 +123,12 @@ def test_what_a_host_starts() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"workers": 2}, "--workers belongs to a job with parameter servers; add --servers N, or use --procs"),
     ({"state": "x"}, "--state belongs to a job with parameter servers"),
-    ({"servers": 0}, "--servers 0 makes no job with servers"),
-    ({"servers": 1, "workers": 0}, "--workers 0 makes no job"),
+    ({"servers": 0}, "--servers 0: expected 1 or more"),
+    ({"servers": 1, "workers": 0}, "--workers 0: expected"),
     ({"servers": 1, "trainers": 2}, "--trainers and --trainer-id-from are for several hosts"),
-    ({"pservers": "127.0.0.1:1"}, "say by --trainers how many workers there are in all"),
-    ({"pservers": "127.0.0.1:1", "trainers": 2}, "1 of 2 workers start here; say by --trainer-id-from which"),
-    ({"pservers": "127.0.0.1:1", "trainers": 2, "trainer_id_from": 2}, "1 from --trainer-id-from 2 on do not fit"),
+    ({"pservers": "127.0.0.1:1"}, "give --trainers, the number of workers on all of them"),
+    ({"pservers": "127.0.0.1:1", "trainers": 2}, "1 of 2 workers start here; give --trainer-id-from, the id"),
+    ({"pservers": "127.0.0.1:1", "trainers": 2, "trainer_id_from": 2}, "--trainer-id-from 2 do not fit"),
     ({"pservers": "127.0.0.1:1", "trainers": 1, "servers": 2}, "--servers 2, but 1 of the --pservers are on this host"),
     ({"pservers": "192.0.2.1:1", "trainers": 1, "workers": 0}, "there is nothing to start here"),
     ({"pservers": "no-such-host.invalid:1", "trainers": 1}, "--pservers names the host 'no-such-host.invalid', which"),
@@ -173,4 +173,4 @@ def test_binding_needs_a_place_to_meet() -> None:
     end = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert end.returncode == 1
     (line,) = end.stderr.splitlines()
-    assert line.startswith("echelon: workers on several hosts need a place to meet before they can be bound together")
+    assert line.startswith("echelon: workers on several hosts need a rendezvous address for bind()")

@@ -59,7 +59,7 @@ def test_a_checkpoint_is_served_and_never_changed(tmp_path: Path) -> None:
     (rows,) = link.call(WireMessage(pull | {"peek": True}, [asked])).arrays
     expected = np.concatenate([np.float32(FIRST) - GRADIENTS, np.full((1, 3), FIRST, np.float32)])
     np.testing.assert_array_equal(rows.reshape(-1, 3), expected)
-    with pytest.raises(EchelonError, match=r"server 0 only serves: 'push' is refused; ask hello, pull, stats"):
+    with pytest.raises(EchelonError, match=r"server 0 is read-only: 'push' is refused; use hello, pull, stats"):
         link.call(push(IDS, GRADIENTS))
     server.terminate()
     end = finish(server)

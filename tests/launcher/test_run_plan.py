@@ -164,7 +164,7 @@ def tried(out: str) -> dict[str, str]:
 
 
 def taken(out: str) -> str:
-    return re.findall(r"^echelon: auto: taken after . trials: (.*)$", out, re.MULTILINE)[0]
+    return re.findall(r"^echelon: auto: chosen after . trials: (.*)$", out, re.MULTILINE)[0]
 
 
 @pytest.mark.timeout(300)

@@ -165,16 +165,7 @@ def test_lists_of_hosts_with_suffixes_and_several_brackets():
     assert expand_hosts("n[9-11]-ib.example") == ["n9-ib.example", "n10-ib.example", "n11-ib.example"]
 
 
-PLAIN = dict.fromkeys(["gpus", "cpus", "time", "partition", "account"]) | {
-    "program": ["t.py"],
-    "nodes": 2,
-    "name": "t",
-    "options": [],
-    "run": "",
-    "module": False,
-    "requeue": True,
-    "log_dir": "log",
-}
+PLAIN = {"script": "t.py", "nodes": 2}
 
 
 def test_options_become_lines_for_sbatch():
@@ -207,7 +198,7 @@ def test_script_with_special_words_passes_them_through_bash(tmp_path):
     found.append(["it's", '"', "$(touch oops)", "`x`", "\n#SBATCH --nodes=9\n", "\\", "ü€", "", "-x", "*"])
     body = []
     for words in found:
-        text = script(SlurmSubmission(**(PLAIN | {"program": ["t.py", *words]})))
+        text = script(SlurmSubmission(**(PLAIN | {"args": words})))
         assert text.split("set -u")[0] == script(SlurmSubmission(**PLAIN)).split("set -u")[0]
         command = text[text.index("\nsrun ") : text.index(" &\nstep=")]
         body.append(f'srun() {{ printf \'%s\\0\' "$#" "${{@:$#-{len(words) - 1}}}"; }}\n{command}\n')
@@ -218,7 +209,7 @@ def test_script_with_special_words_passes_them_through_bash(tmp_path):
         next(parts)
         assert [next(parts) for _ in words] == words
     assert not (tmp_path / "oops").exists()
-    write(tmp_path / "one.sh", script(SlurmSubmission(**(PLAIN | {"program": ["t.py", *found[-1]]}))))
+    write(tmp_path / "one.sh", script(SlurmSubmission(**(PLAIN | {"args": found[-1]}))))
     assert subprocess.run(["bash", "-n", "one.sh"], cwd=tmp_path, check=False).returncode == 0
 
 
@@ -229,8 +220,8 @@ def test_script_with_special_words_passes_them_through_bash(tmp_path):
         ({"account": 'a"b'}, "--account 'a\"b' has characters that a line of sbatch options cannot hold"),
         ({"options": ["Q=1"]}, "--option 'Q=1' is not KEY=VALUE of an option of sbatch, such as --option qos=high"),
         ({"time": "soon"}, "--time 'soon' is no time limit; write 8:00:00, or 2-12:00 for days and hours"),
-        ({"name": "../x"}, "--name '../x' is no name for a job; use letters, digits, dots and dashes"),
-        ({"nodes": 0}, "--nnodes 0 makes no job; it must be 1 or more"),
+        ({"name": "../x"}, "--name '../x' is not a valid job name; use letters, digits, dots and dashes"),
+        ({"nodes": 0}, "--nnodes 0: expected 1 or more"),
         ({"run": "'"}, "--run ''' cannot be read: No closing quotation"),
     ],
 )
@@ -245,10 +236,7 @@ def test_without_sbatch_the_script_is_there_and_one_line_says_so(tmp_path, monke
     monkeypatch.setenv("PATH", str(tmp_path))
     end = here("submit", "slurm", "train.py", cwd=tmp_path)
     path = tmp_path / "log" / "train.sbatch"
-    assert (
-        end.err
-        == f"echelon: there is no sbatch on this host; the script is {path}, to be submitted where there is one\n"
-    )
+    assert end.err == f"echelon: there is no sbatch on this host; submit the script {path} on a host that has it\n"
     assert end.code == 1
     assert shlex.join(["train.py"]) in path.read_text()
     assert not stat.S_IMODE(path.stat().st_mode) & 0o022

@@ -158,11 +158,11 @@ MISTAKES = {
     "--hosts a:0": "--hosts gives the host a no process; give it one or more, or leave it out",
     "--hosts a,a": "--hosts names 'a' twice; name each host once, with its processes: a:2",
     "--hosts ,": "--hosts names no host; name them by commas, as in --hosts a:8,b:8",
-    "--hosts a,b --nnodes 3": "--nnodes 3 does not fit the 2 hosts that are named; leave it out",
+    "--hosts a,b --nnodes 3": "--nnodes 3 does not fit the 2 hosts of --hosts or --hostfile; leave --nnodes out",
     "--hosts a:2 --procs 2": "--procs and the numbers of --hosts both count processes; leave one of them out",
     "--hosts a --hostfile f": "--hosts and --hostfile both name the hosts; leave one of them out",
     "--hostfile none": "--hostfile 'none' cannot be read: No such file or directory",
-    "--hosts a --env NOT_SET": "--env NOT_SET is not set here; set it, or say --env NOT_SET=VALUE",
+    "--hosts a --env NOT_SET": "--env NOT_SET is not set here; set it, or give --env NOT_SET=VALUE",
     "--ssh ssh": "--ssh is for other hosts; name them by --hosts or --hostfile",
     "--hosts a --ssh '": "--ssh ''' cannot be read: No closing quotation",
 }

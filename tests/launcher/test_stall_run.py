@@ -36,15 +36,17 @@ def test_frozen_rank_is_named_on_both_hosts_leaves_no_process(tmp_path):
     launchers = [start("run", *words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="") for _ in range(2)]
     ends = [finish(launcher) for launcher in launchers]
     host, pid = socket.gethostname(), int((tmp_path / "pid").read_text())
-    late = rf"rank 1 \(host {host}, pid {pid}\) is late: it has not been heard of for \d+ s; its process is stopped"
+    late = rf"rank 1 \(host {host}, pid {pid}\) is late: it has sent no heartbeat for \d+ s; its process is stopped"
     for end in ends:
-        assert end.err.startswith("echelon: the job does not go on\nrank  host"), ends
+        assert end.err.startswith("echelon: the job has stalled\nrank  host"), ends
         assert re.search(r"^0 .* 6 +communicate +sum of gradients: bucket 0 .* +rank 1 +\d+ s$", end.err, re.MULTILINE)
         assert re.search(late, end.err)
         assert re.search(
-            rf"^echelon: rank 1 of 2 \(host {host}, pid {pid}\) stalled: it has not", end.err, re.MULTILINE
+            rf"^echelon: rank 1 of 2 \(host {host}, pid {pid}\) stalled: it has sent no heartbeat",
+            end.err,
+            re.MULTILINE,
         )
-        assert end.err.count("the job does not go on") == 1
+        assert end.err.count("the job has stalled") == 1
         assert end.code == 1
     assert process_state(pid) == ""
 
@@ -52,9 +54,11 @@ def test_frozen_rank_is_named_on_both_hosts_leaves_no_process(tmp_path):
 def test_sleeping_rank_is_shown_with_stack_and_restart_goes_on(tmp_path):
     write(tmp_path / "train.py", TRAIN.replace("LATE", "time.sleep(600)"))
     end = echelon("run", "--procs", 2, "--stall", 3, "--max-restarts", 1, "train.py", cwd=tmp_path)
-    assert re.search(r"^rank 1 \(.*\) is late: it is in user code since \d+ s$", end.err, re.MULTILINE), end.err
+    assert re.search(r"^rank 1 \(.*\) is late: it has been in user code for \d+ s$", end.err, re.MULTILINE), end.err
     assert 'train.py", line 13, in <module>\n      time.sleep(600)\n' in end.err
-    assert "echelon: restarting all ranks (restart 1 of 1) because rank 1 stalled: it is in user code since" in end.err
+    assert (
+        "echelon: restarting all ranks (restart 1 of 1) because rank 1 stalled: it has been in user code for" in end.err
+    )
     assert end.code == 0
     assert end.out.splitlines() == ["finished at 8"]
     stall, restart, *ended = read(tmp_path / "log").events

@@ -17,7 +17,7 @@ engine = echelon.distribute(
 )
 for batch in engine.loader((torch.ones(64, 4), torch.ones(64, 4)), global_batch=4):
     engine.step(*batch)
-engine.say(f"given {sys.argv[1:]}")
+engine._run.say(f"given {sys.argv[1:]}")
 """
 
 
@@ -62,7 +62,7 @@ def test_run_that_ends_midway_leaves_what_it_had_recorded(
     write(tmp_path / "train.py", CRASH.format(end=end))
     ended = echelon("run", "--procs", 2, "--timeline", "2:12", "train.py", cwd=tmp_path)
     assert ended.code == code, ended.err
-    shown = "cut short: steps 2 to 12 asked for; all ranks came through step 5; rank 1 stopped first"
+    shown = "cut short: steps 2 to 12 requested; all ranks completed step 5; rank 1 stopped first"
     assert f"echelon: timeline: {shown}" in ended.err
     assert shown in here("timeline", "log", cwd=tmp_path).out
     figures = json.loads(here("timeline", "log", "--json", cwd=tmp_path).out)

@@ -85,7 +85,7 @@ def test_a_script_that_fails_says_so_itself(tmp_path: Path) -> None:
     ended = echelon("verify", "wrong.py", cwd=tmp_path)
     assert ended.code == 2
     assert "ValueError: no data here" in ended.err
-    assert ended.err.splitlines()[-1] == "echelon: verify: 'wrong.py' failed on 2 processes; what it said is above"
+    assert ended.err.splitlines()[-1] == "echelon: verify: 'wrong.py' failed on 2 processes; its output is above"
     [log] = [Path(line.partition("its log is ")[2]) for line in ended.err.splitlines() if "its log is" in line]
     assert "no data here" in log.read_text()
     assert [path.name for path in log.parent.parent.iterdir()] == ["log"]
@@ -117,7 +117,7 @@ def test_too_few_steps_are_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"ended without engine.step\(\) or update\(\)"):
         check_answer(asked, question, 0, "on 2 processes")
     question.note("steps", 3)
-    with pytest.raises(UsageError, match="took 3 steps on 2 processes, and 5 were asked for; give --steps 3"):
+    with pytest.raises(UsageError, match="took 3 steps on 2 processes, fewer than --steps 5; give --steps 3"):
         check_answer(asked, question, 0, "on 2 processes")
     question.answer({})
     check_answer(asked, question, 0, "on 2 processes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -30,6 +31,7 @@ BESIDE = ("tests", "examples", "benchmarks")
 VAGUE_FILES = {"files.py", "show.py", "command.py", "words.py", "utils.py", "helpers.py", "common.py", "misc.py"}
 LONGEST_TEST_NAME = 60
 
+parse = functools.cache(ast.parse)  # several tests read each module
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -42,7 +44,7 @@ def find_docstrings(sources: dict[Path, str]) -> list[tuple[str, Documented, str
     """Return the place, the node and the text of every docstring."""
     found = []
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             if isinstance(node, Documented) and (text := ast.get_docstring(node)):
                 found.append((f"{path}:{getattr(node, 'lineno', 1)}", node, text))
     return found
@@ -67,7 +69,7 @@ def is_property(node: Documented) -> bool:
 
 
 def test_class_names_are_unique(sources: dict[Path, str]) -> None:
-    trees = map(ast.parse, sources.values())
+    trees = map(parse, sources.values())
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -107,6 +109,22 @@ def test_comments_speak_of_no_people(sources: dict[Path, str]) -> None:
         if PEOPLE.search(text)
     ]
     assert found == []
+
+
+def strings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the constant strings of a module that are no docstrings: messages, lines of logs and help."""
+    tree = parse(source)
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements:
+            yield node.lineno, node.value
+
+
+def test_messages_speak_of_no_people(sources: dict[Path, str]) -> None:
+    texts = [(f"{path}:{line}", text) for path, source in sources.items() for line, text in strings(source)]
+    texts += [(str(path), path.read_text("utf-8")) for path in PACKAGE.rglob("*.j2")]
+    prose = [(at, text.replace("He et al.", "").lower()) for at, text in texts]
+    assert [f"{at}: {match[0]}" for at, text in prose if (match := PEOPLE.search(text))] == []
 
 
 @pytest.mark.parametrize("folder", BESIDE)

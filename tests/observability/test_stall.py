@@ -59,16 +59,16 @@ def test_stall_rank_in_user_code_is_late_and_waiting_ranks_not() -> None:
     finding = find_stall(ranks, LIMIT)
     assert finding is not None
     assert finding.late == (2,)
-    assert finding.cause == "rank 2 (host a, pid 4713) is late: it is in user code since 63 s"
+    assert finding.cause == "rank 2 (host a, pid 4713) is late: it has been in user code for 63 s"
     assert not finding.works
     assert find_stall(ranks, 64.0) is None
     assert table(ranks, finding, {2: "File x\n  sleep()"}, "Nothing is ended.").splitlines() == [
-        "echelon: the job does not go on",
+        "echelon: the job has stalled",
         "rank  host  step  phase        waits in                             for     since",
         "0     a     8     communicate  sum of gradients: bucket 3 (a .. b)  rank 2  63 s",
         "1     b     8     communicate  sum of gradients: bucket 3           rank 2  63 s",
         "2     a     7     user code                                                 63 s",
-        "rank 2 (host a, pid 4713) is late: it is in user code since 63 s",
+        "rank 2 (host a, pid 4713) is late: it has been in user code for 63 s",
         "rank 2 is here:",
         "  File x",
         "    sleep()",
@@ -85,14 +85,14 @@ def test_of_a_chain_of_waits_its_end_is_late() -> None:
     finding = find_stall(ranks, LIMIT)
     assert finding is not None
     assert (finding.late, finding.works) == ((2,), True)
-    assert finding.cause.endswith("it is in backward of step 8 since 63 s")
+    assert finding.cause.endswith("it has been in backward of step 8 for 63 s")
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         ({"process": "T"}, "; its process is stopped (SIGSTOP)"),
-        ({"process": "S", "lost": True}, "; its process runs, but its Python does not"),
+        ({"process": "S", "lost": True}, "; its process runs, but its Python interpreter does not"),
         ({"lost": True}, ""),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_silent_rank_is_late_whatever_it_said_last(given: dict[str, Any], why:
     finding = find_stall(seen(waits(0, "sum of gradients", ranks="0,1"), still), LIMIT)
     assert finding is not None
     assert finding.late == (1,)
-    assert finding.cause == f"rank 1 (host b, pid 4712) is late: it has not been heard of for 63 s{why}"
+    assert finding.cause == f"rank 1 (host b, pid 4712) is late: it has sent no heartbeat for 63 s{why}"
 
 
 def test_ranks_that_have_ended_or_never_came_are_late() -> None:
@@ -112,7 +112,7 @@ def test_ranks_that_have_ended_or_never_came_are_late() -> None:
     assert finding.late == (1, 2)
     assert finding.cause.splitlines() == [
         "rank 1 (host b, pid 4712) is late: its script has ended",
-        "rank 2 is late: it has not been heard of at all",
+        "rank 2 is late: it has sent no heartbeat at all",
     ]
 
 
@@ -167,7 +167,7 @@ def test_rank_status_round_trips_and_other_text_is_refused() -> None:
     given = status(0, RankWait("save", "step 8", "all", 3, 1.0))
     assert RankStatus.from_json(given.to_json()) == given
     for wrong in ("", "[]", "{}", given.to_json().replace('"host": "a"', '"host": "\\u001b[2J"'), '{"rank": 0}'):
-        with pytest.raises(ValueError, match="not the report of a rank"):
+        with pytest.raises(ValueError, match="not a rank's report"):
             RankStatus.from_json(wrong)
 
 
@@ -232,8 +232,8 @@ def test_stages_are_not_compared_with_one_another() -> None:
 
 
 def test_a_stalled_rank_in_one_line() -> None:
-    failure = Failure(1, 2, "b", 4711, 1, 0.0, kind=STALLED, message="it is in user code since 63 s")
-    assert failure.line == "rank 1 of 2 (host b, pid 4711) stalled: it is in user code since 63 s"
+    failure = Failure(1, 2, "b", 4711, 1, 0.0, kind=STALLED, message="it has been in user code for 63 s")
+    assert failure.line == "rank 1 of 2 (host b, pid 4711) stalled: it has been in user code for 63 s"
     assert not failure.explained
 
 
@@ -351,7 +351,7 @@ def test_sleeping_stage_is_named_with_the_awaited_micro_batch() -> None:
     said = run(pipeline_with_a_slow_stage)
     for text in said:
         assert "receive gradients: micro-batch 0, stage 1 to 0" in text
-        assert ") is late: it is in" in text
+        assert ") is late: it has been in" in text
         assert "rank 1 is here:" in text
         assert "time.sleep(0.05)" in text
     assert said[0] == said[1]

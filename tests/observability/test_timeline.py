@@ -98,7 +98,7 @@ def train(model: nn.Module, directory: str, asked: str | bool, steps: int = 5) -
     for batch in engine.loader(data, global_batch=8):
         engine.step(*batch)
     engine.close()
-    return [bucket._row.nbytes for reducer in engine._gradients._reducers.values() for bucket in reducer._buckets]
+    return [bucket._row.nbytes for reducer in engine._parts.gradients._reducers.values() for bucket in reducer._buckets]
 
 
 def uneven(directory: str) -> list[int]:
@@ -471,7 +471,7 @@ def said(directory: str, asked: str, done: int) -> str:
             optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
             log=echelon.Log(dir=directory, timeline=asked),
         )
-        engine.steps = done
+        engine._run.progress.resume_at(done)
         for _ in range(6):
             engine.step(torch.ones(4, 16), torch.ones(4, 4))
         engine.close()

@@ -16,6 +16,7 @@ from torch import nn
 
 import echelon
 from echelon.base.errors import UsageError
+from echelon.base.recorded_steps import RecordedSteps, parse_steps
 from echelon.cli.timeline_option import with_steps
 from echelon.distributed.activity import activity
 from echelon.observability.metrics import Log
@@ -32,7 +33,6 @@ from echelon.observability.trace.summary import summarize as figures_of
 from echelon.observability.trace.trace_files import RankTrace
 from echelon.observability.trace.trace_report import timeline_words
 from echelon.observability.trace.truncated import find_truncation
-from echelon.strategy.recorded_steps import RecordedSteps, parse_steps
 
 # ---- steps in words ----
 
@@ -222,10 +222,10 @@ def test_recorded_step_has_the_model_arguments_without_a_hook() -> None:
         assert recorder.arguments is not None
         assert [id(one) for one in recorder.arguments[0]] == [id(one) for one in args]
         assert {key: id(one) for key, one in recorder.arguments[1].items()} == {key: id(v) for key, v in named.items()}
-    assert not engine.has_own_loop
+    assert not engine._passes.has_own_loop
     engine.backward(model(x).square().mean())
     engine.update()
-    assert engine.has_own_loop
+    assert engine._passes.has_own_loop
 
 
 # ---- a GPU's trace ----
@@ -334,11 +334,11 @@ def test_words_of_a_cut_name_progress_and_the_launchers_message(tmp_path: Path) 
     event = {"time": 1010.0, "kind": "failed", "rank": 1, "text": "rank 1 of 3 raised ValueError: bad label"}
     (tmp_path / "events.jsonl").write_text(json.dumps({**event, "time": 10.0, "rank": 0}) + "\n" + json.dumps(event))
     assert timeline_words(str(tmp_path), as_json=False).splitlines()[:5] == [
-        "cut short: steps 1 to 9 asked for; all ranks came through step 1; rank 1 stopped first",
+        "cut short: steps 1 to 9 requested; all ranks completed step 1; rank 1 stopped first",
         "the launcher said: rank 1 of 3 raised ValueError: bad label",
-        "  rank 0: step 1 done; then 3 s in update of step 2, 2 s of it in 'sum' with ranks 0-2; no word after that",
+        "  rank 0: step 1 done; then 3 s in update of step 2, 2 s of it in 'sum' with ranks 0-2; no record after that",
         "  rank 1: step 1 done; then 3 s in forward of step 2; it ended with ValueError: bad label",
-        "  rank 2: nothing here; on a disk of another host, or it never began",
+        "  rank 2: no records here; they are on the disk of another host, or were never begun",
     ]
     assert "step 1, 2 ranks: 9 s a step (median)" in timeline_words(str(tmp_path), as_json=False)
 

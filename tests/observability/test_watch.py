@@ -124,6 +124,6 @@ def test_missing_tensorboard_is_said_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     train(str(tmp_path), tensorboard=True)
-    assert "echelon: tensorboard: it is not installed, so no files for it; pip install" in capsys.readouterr().out
+    assert "echelon: tensorboard: not installed, so no event files are written; pip install" in capsys.readouterr().out
     assert len(records(tmp_path)) > 1
     assert not (tmp_path / "tensorboard").exists()

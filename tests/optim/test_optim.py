@@ -503,7 +503,7 @@ class TestOnGpu:
         torch.testing.assert_close(*results)
         param.grad = grad.clone()  # another layout than the parameter's: the lists' way
         kind([param], 0.1).step()
-        refuse("another dtype or memory layout", kind([param], 0.1, fused=True).step)
+        refuse("differ in dtype or memory layout", kind([param], 0.1, fused=True).step)
         column = nn.Parameter(torch.randn(6, 4, device="cuda")[:, 1])
         column.grad = torch.randn(6, 4, device="cuda")[:, 1]
-        refuse("does not lie dense", kind([column], 0.1, fused=True).step)
+        refuse("is not dense in memory", kind([column], 0.1, fused=True).step)

@@ -104,7 +104,7 @@ def _train(job: Job) -> Trained:
     rows, losses = sum(job.shares), []
     for step in range(4):
         batch = batch_of(step, rows)
-        replica = engine._feeding._replica
+        replica = engine.world.data_rank
         begin = sum(job.shares[:replica])
         mine = batch if alone else tuple(part[begin : begin + job.shares[replica]] for part in batch)
         mine = _as_micro_batches(mine, job) if alone else mine

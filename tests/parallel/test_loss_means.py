@@ -93,7 +93,7 @@ def train(
         log=echelon.Log(console=False),
     )
     lines: list[str] = []
-    engine._voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign, assignment]
+    engine._run.voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign, assignment]
     losses = []
     for x, y in batches():
         share = torch.arange(len(x)).tensor_split(echelon.world_size() * merge if not marks else merge)
@@ -194,7 +194,7 @@ def test_what_is_counted_is_said_in_one_line() -> None:
     (added,) = lines_of(result, "sum")
     assert added.startswith("loss: a sum over samples (NllLoss): losses and gradients of replicas are added")
     (unseen,) = lines_of(result, "root")
-    assert unseen.startswith("loss: what it averages over cannot be seen (Sqrt); ranks and passes are weighted by rows")
+    assert unseen.startswith("loss: the number it averages over cannot be read (Sqrt); ranks and passes are weighted")
     (different,) = [line for line in lines_of(result, "two means") if "different numbers" in line]
     assert different.startswith("loss: its terms (NllLoss2D, Mean) average over different numbers of targets")
 
@@ -271,7 +271,7 @@ def disagreeing() -> tuple[list[str], float]:
         log=echelon.Log(console=False),
     )
     lines: list[str] = []
-    engine._voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign, assignment]
+    engine._run.voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign, assignment]
     loss = float(engine.step(*batches()[0]))
     engine.close()
     return lines, loss
@@ -290,7 +290,7 @@ def ragged() -> list[str]:
         model, loss=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), log=echelon.Log(console=False)
     )
     lines: list[str] = []
-    engine._voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign, assignment]
+    engine._run.voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign, assignment]
     for length in (5, 5, 7):
         engine.step(torch.ones(4, length, 1), torch.ones(4, length, 1))
     engine.close()

@@ -241,7 +241,7 @@ def said(norm: Callable[[], nn.Module]) -> list[str]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     engine = echelon.distribute(net, loss=F.cross_entropy, optimizer=optimizer, log=QUIET)
     lines: list[str] = []
-    engine._voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
+    engine._run.voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
     for step in range(STEPS):
         engine.step(*(part.chunk(2)[echelon.rank()] for part in batch(step)))
     return lines
@@ -250,7 +250,7 @@ def said(norm: Callable[[], nn.Module]) -> list[str]:
 def test_statistics_that_cannot_be_shared_are_named_once() -> None:
     by_hand, parted, quiet = (run(said, norm)[0] for norm in (_by_hand, Parted, _activated))
     assert by_hand == [
-        f"batch norm: '{name}' (ByHand) computes statistics without F.batch_norm; they stay those of each replica"
+        f"batch norm: '{name}' (ByHand) computes statistics without F.batch_norm; they stay per replica"
         for name in ("1", "3")
     ]
     assert [line.partition(";")[0] for line in parted] == [
@@ -329,9 +329,9 @@ def lines_of_a_pipeline() -> list[str]:
         net, loss=F.cross_entropy, optimizer=optimizer, log=QUIET, cluster=echelon.cluster(average=2)
     )
     lines: list[str] = []
-    engine._voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
+    engine._run.voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
     for step in range(STEPS):
-        x, y = (part[engine.place["replicate"] :: 2] for part in batch(step))
+        x, y = (part[engine.world.data_rank :: 2] for part in batch(step))
         engine.step(x[:, 0, 0, :4], y)
     return lines
 

@@ -37,7 +37,7 @@ def _train(layout: str) -> tuple[echelon.Engine, nn.Module, AveragedModel]:
     strategy = Strategy(fast=False, shard=how.shard)
     engine = echelon.distribute(model, loss=F.cross_entropy, optimizer=optimizer, strategy=strategy, log=QUIET)
     batch = matrix.batch_of("unet", 0)
-    engine.step(*matrix.share(batch, engine._feeding._replica, engine.plan.replicas))
+    engine.step(*matrix.share(batch, engine.world.data_rank, engine.plan.replicas))
     return engine, model, averaged
 
 
@@ -76,7 +76,7 @@ def test_states_of_parts_are_refused_and_whole_ones_are_not() -> None:
     assert found[0] == found[1]
     whole = "use engine.whole_state() on all ranks: torch.save(state, ...), or save_pretrained(dir, state_dict=state)"
     average = (
-        "AveragedModel.update_parameters(): this rank holds parts of the model, of which no average can be kept so; "
+        "AveragedModel.update_parameters(): this rank holds parts of the model, which this class cannot average; "
         "use engine.ema(decay=...), which averages each rank's parts"
     )
     for layout, what in PARTS.items():

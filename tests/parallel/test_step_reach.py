@@ -219,7 +219,7 @@ def step_in_doubt() -> list[str]:
     echelon.init()
     said: list[str] = []
     engine = _engine("pipeline", lambda model: Noisy(model.parameters()))
-    engine.say = lambda text, kind="notice": said.append(text)  # type: ignore[method-assign, assignment]
+    engine._run.voice.say = lambda text, kind="notice": said.append(text)  # type: ignore[method-assign, assignment]
     engine.step(*_batch(0))
     return said
 
@@ -227,7 +227,6 @@ def step_in_doubt() -> list[str]:
 def test_an_optimizer_that_cannot_be_tried_is_told_of() -> None:
     for said in run(step_in_doubt):
         assert [line for line in said if "Noisy" in line] == [
-            "optimizer 'main' is Noisy, of which it cannot be told whether its step needs whole parameters (its steps "
-            "are random); ranks hold parts here, and the numbers are one process's only if it looks at each entry "
-            "alone, as Adam does"
+            "optimizer 'main' is Noisy, whose step may need whole parameters (its steps are random); ranks hold parts "
+            "here, and the result matches one process only if each entry is updated by itself, as in Adam"
         ]

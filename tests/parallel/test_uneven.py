@@ -68,7 +68,7 @@ def counted() -> list[tuple[float, float]]:
     found = []
     for counts in COUNTS:
         loss = engine.step(x, torch.zeros(2, 1), samples=counts[echelon.rank()])
-        found.append((float(loss), float(engine._gradients.assumed)))
+        found.append((float(loss), float(engine._parts.gradients.assumed)))
     return found
 
 

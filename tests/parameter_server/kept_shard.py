@@ -116,7 +116,7 @@ def new_pass(shard, worker, passes):
 
 def received(shard):
     """Return the number of pushes that the shard has."""
-    return sum(seat.seq + 1 for seat in shard.members.seats.values())
+    return sum(membership.seq + 1 for membership in shard.members.memberships.values())
 
 
 def trained(count, job, server=0):

@@ -31,7 +31,7 @@ def main():
         shard = opened(JOB, directory=Path(warm) / "s")
         for number in range(3):
             push(shard, number)
-        shard.keeper.snapshot()
+        shard.persistence.snapshot()
         shard.close()
         opened(JOB, directory=Path(warm) / "s").close()
     for line in sys.stdin:

@@ -133,9 +133,9 @@ def test_state_that_differs_from_its_journal_is_marked(tmp_path, monkeypatch, mo
     for number in (2, 3):  # the same again is no duplicate, the next is not taken
         with pytest.raises(AssertionError, match="server 0 failed with MemoryError"):
             push(shard, number)
-    keeper = shard.keeper
-    for keep in (keeper.snapshot, lambda: keeper.save(tmp_path / "saved", 3)):
-        with pytest.raises(EchelonError, match="is not kept: server 0 failed with MemoryError"):
+    persistence = shard.persistence
+    for keep in (persistence.snapshot, lambda: persistence.save(tmp_path / "saved", 3)):
+        with pytest.raises(EchelonError, match="has stopped saving its state: server 0 failed with MemoryError"):
             keep()
     shard.close()
     again = opened(job, directory=tmp_path)

@@ -290,7 +290,7 @@ def count(directory: str) -> list[float]:
         strategy=echelon.Strategy(ps="sync"),
         log=echelon.Log(console=False),
     )
-    (place / f"came-{engine.worker}").touch()
+    (place / f"came-{engine.world.rank}").touch()
     for step in range(60 if expected else 5):
         if step == 30:
             wait_for(place / "came-2")

@@ -59,7 +59,7 @@ def test_export_holds_existing_rows_and_deltas_lead_to_the_next(tmp_path, one, e
     for number in range(18, 62):  # passes end: rows are made, changed and forgotten
         push(one, number)
         if number == 40:
-            one.keeper.snapshot()
+            one.persistence.snapshot()
     export(one, tmp_path / f"delta.{ending}", "b", since=answer["version"])
     changed, gone = read(tmp_path / f"delta.{ending}")
     second = weights_of(one, "b")
@@ -81,9 +81,9 @@ def test_ids_that_wait_for_admission_are_not_exported(tmp_path, one):
 
 def test_a_delta_that_cannot_be_told_apart_is_refused(tmp_path, one):
     push(one, 0)
-    one.keeper.snapshot(base=True)
+    one.persistence.snapshot(base=True)
     answer = one.handle(_frame(tmp_path / "x.parquet", since=1))
-    assert "changes since snapshot 1 cannot be told apart" in answer.head["error"]
+    assert "changes since snapshot 1 are not known" in answer.head["error"]
     assert not (tmp_path / "x.parquet").exists()
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_exported_without_servers(tmp_path, ending):
             assert file.metadata() == {"table": "a", "version": "5"}
     else:
         assert pq.read_schema(out).metadata[b"table"] == b"a"
-    with pytest.raises(UsageError, match="has the tables a, b; say which one"):
+    with pytest.raises(UsageError, match="has the tables a, b; choose one with --table"):
         export_checkpoint(tmp_path / "run", out)
     with pytest.raises(UsageError, match="has no table 'aa'"):
         export_checkpoint(tmp_path / "run", out, "aa")

@@ -39,7 +39,7 @@ def test_a_server_that_lost_its_files_asks_the_next_one(tmp_path, line, lost):
     for number in range(31):
         push(shard, number)
         if number in (5, 20):
-            shard.keeper.snapshot()
+            shard.persistence.snapshot()
     shard.close()
     if lost == "everything":
         shutil.rmtree(tmp_path / "server-0")
@@ -58,7 +58,7 @@ def test_the_neighbour_keeps_only_what_the_last_snapshot_needs(tmp_path, line):
     shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
     for number in range(12):
         push(shard, number)
-        shard.keeper.snapshot()
+        shard.persistence.snapshot()
     mirror = tmp_path / "server-1" / "mirror-of-0"
     own = {path.name: path.read_bytes() for path in (tmp_path / "server-0").iterdir() if path.stat().st_size}
     assert {path.name: path.read_bytes() for path in mirror.iterdir()} == own
@@ -74,7 +74,7 @@ def test_absent_neighbour_does_not_stop_training_and_catches_up(tmp_path, line, 
     assert capfd.readouterr().err.count("server 0 goes on without its replica") == 1
     line.cut = False
     push(shard, 9)
-    shard.keeper.snapshot()
+    shard.persistence.snapshot()
     push(shard, 10)
     shard.close()
     shutil.rmtree(tmp_path / "server-0")
@@ -88,7 +88,7 @@ def test_a_neighbour_that_lost_its_copy_gets_it_again(tmp_path, line, capfd):
     shutil.rmtree(tmp_path / "server-1" / "mirror-of-0")
     push(shard, 4)
     assert "it lacks journal-" in capfd.readouterr().err
-    shard.keeper.snapshot()
+    shard.persistence.snapshot()
     push(shard, 5)
     shard.close()
     shutil.rmtree(tmp_path / "server-0")
@@ -105,7 +105,7 @@ def test_two_servers_may_mirror_each_other(tmp_path, monkeypatch):
     for server in range(2):
         lines[server].neighbour = shards[1 - server]
     for shard in shards:
-        shard.keeper.snapshot()
+        shard.persistence.snapshot()
     training = [threading.Thread(target=lambda s=shard: [push(s, n) for n in range(20)]) for shard in shards]
     for thread in training:
         thread.start()

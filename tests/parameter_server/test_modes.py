@@ -166,7 +166,7 @@ def noting(shard, leads):
     def missing(worker, step):
         late = own(worker, step)
         if not late:
-            leads.append(step - min(seat.seq + 1 for seat in shard.members.seats.values()))
+            leads.append(step - min(membership.seq + 1 for membership in shard.members.memberships.values()))
         return late
 
     return missing

@@ -48,9 +48,9 @@ REFUSED = {
     "a stranger's authority": (MEMBER, {"authority": "stranger.pem"}, r"stranger.pem has not signed \(.*\); set "),
     "no TLS": (MEMBER, {}, "speaks TLS; set ECHELON_PS_CA"),
     "TLS where there is none": ({}, TRUSTS, "does not speak TLS"),
-    "no certificate": (MUTUAL, TRUSTS, "lets in only clients whose certificate it trusts"),
-    "an outsider's certificate": (MUTUAL, {**OUTSIDER, **TRUSTS}, "lets in only clients whose certificate it trusts"),
-    "a token but no certificate": ({**MUTUAL, "token": "a"}, {**TRUSTS, "token": "a"}, "lets in only clients"),
+    "no certificate": (MUTUAL, TRUSTS, "accepts only clients with a certificate it trusts"),
+    "an outsider's certificate": (MUTUAL, {**OUTSIDER, **TRUSTS}, "accepts only clients with a certificate it trusts"),
+    "a token but no certificate": ({**MUTUAL, "token": "a"}, {**TRUSTS, "token": "a"}, "accepts only clients"),
 }
 
 
@@ -86,7 +86,10 @@ def test_refused_link_is_told_why_in_one_line_without_waiting(case: str, pem: Pa
 def test_a_server_for_the_network_must_know_who_calls(pem: Path):
     for host in ("0.0.0.0", "10.1.2.3", "[::]", "some.host"):
         for weak in (OPEN, settings(pem, **MEMBER)):
-            with pytest.raises(UsageError, match=r"^a server on .* asks nobody who they are; set ECHELON_PS_TOKEN"):
+            with pytest.raises(
+                UsageError,
+                match=r"^a server on .* can be reached from other hosts without authentication; set ECHELON_PS_TOKEN",
+            ):
                 FlightServer(f"{host}:0", Counting().handle, weak)
     for strong in ({"token": "a"}, MUTUAL):
         server = FlightServer("0.0.0.0:0", Counting().handle, settings(pem, **strong))
@@ -123,7 +126,7 @@ def test_servers_token_is_made_from_job_secret_unless_own_is_set(tmp_path: Path)
 def test_mistakes_in_settings_are_one_line(tmp_path: Path, pem: Path):
     wrong = {
         "set both": {"ECHELON_PS_CERT": "x"},
-        "has none itself": {"ECHELON_PS_CLIENT_CA": "x"},
+        "has no certificate itself": {"ECHELON_PS_CLIENT_CA": "x"},
         "printable": {"ECHELON_PS_TOKEN": "a\nb"},
         "cannot be read": {"ECHELON_PS_TOKEN_FILE": str(tmp_path / "none")},
     }

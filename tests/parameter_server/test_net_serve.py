@@ -184,7 +184,10 @@ def test_a_server_that_is_told_to_end_keeps_its_state(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["--pservers", "0.0.0.0:7", "--endpoint", "0.0.0.0:7"], "asks nobody who they are; set ECHELON_PS_TOKEN"),
+        (
+            ["--pservers", "0.0.0.0:7", "--endpoint", "0.0.0.0:7"],
+            "can be reached from other hosts without authentication; set ECHELON_PS_TOKEN",
+        ),
         (["--pservers", "127.0.0.1:7", "--endpoint", "127.0.0.1:8"], "not among the servers"),
         (["--pservers", "127.0.0.1"], "HOST:PORT"),
     ],

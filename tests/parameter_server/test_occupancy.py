@@ -116,10 +116,10 @@ def fill(directory: str) -> str:
         log=echelon.Log(console=False),
     )
     for step in range(engine.steps, 4):
-        engine.step(ids[step * 50 :][25 * engine.worker :][:25], torch.ones(25))
+        engine.step(ids[step * 50 :][25 * engine.world.rank :][:25], torch.ones(25))
     engine.save()
     with pytest.raises(EchelonError) as refused:
-        engine.step(ids[CAPACITY + engine.worker :][:1], torch.ones(1))
+        engine.step(ids[CAPACITY + engine.world.rank :][:1], torch.ones(1))
     engine.close()
     return str(refused.value)
 

@@ -38,7 +38,7 @@ def train() -> tuple[list[float], dict[str, Tensor], str]:
     model, optimizer = build()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         engine = echelon.distribute(model, loss=loss_of, optimizer=optimizer, strategy=Strategy(ps="sync"))
-    losses = [float(engine.step(*(part.chunk(2)[engine.worker] for part in padded(step)))) for step in range(STEPS)]
+    losses = [float(engine.step(*(part.chunk(2)[engine.world.rank] for part in padded(step)))) for step in range(STEPS)]
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}  # with the last update
     engine.close()
     return losses, weights, said.getvalue()

@@ -180,7 +180,7 @@ def test_a_worker_that_never_came_is_named():
         clock.now += 7
         thread.join(0.1)
     assert "server 0 has waited" in lines[0]
-    assert "for step 1: worker 1 has not pushed and was never heard of" in lines[0]
+    assert "for step 1: worker 1 has not pushed and has never sent a heartbeat" in lines[0]
     assert "\n" not in lines[0]
 
 
@@ -189,7 +189,7 @@ def test_a_client_that_hangs_up_stops_waiting():
     workers[0].step(batch(0, 0))
     head = {"op": "pull", "worker": 0, "step": 1, "tables": {}, "dense": False}
     answer = servers.shards[0].handle(WireMessage(head, []), lambda: True)
-    assert answer.head["error"] == "worker 0 hung up while it waited for step 1"
+    assert answer.head["error"] == "worker 0 closed the connection while it waited for step 1"
 
 
 def one_process(servers):
@@ -338,7 +338,7 @@ def test_bounded_goes_on_without_silent_worker_and_readmits_it():
     assert servers.say(0, {"op": "join", "worker": 1}).head["step"] == 5
     workers[1].seq = 5
     workers[1].step(batch(5, 1))
-    assert all(shard.members.seats[1].seq == 5 for shard in servers.shards)
+    assert all(shard.members.memberships[1].seq == 5 for shard in servers.shards)
 
 
 class Died(Exception):

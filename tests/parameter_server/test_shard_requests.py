@@ -49,8 +49,12 @@ MISTAKES = {
     "settings of too many groups": ({"groups": [{}, {}]}, None, "settings for 2 parameter groups; the job has 1"),
     "settings that are no values": ({"groups": [{"lr": {"a": 1}}]}, None, "not plain finite values"),
     "a kind of the wrong mode": ({"kind": "delta"}, None, "kind 'delta' came in mode 'sync'"),
-    "arrays without names": ({"has": []}, None, "has 3 arrays and calls them []"),
-    "arrays with strange names": ({"has": ["ids", "rows", "sparse"]}, None, "calls them ['ids', 'rows', 'sparse']"),
+    "arrays without names": ({"has": []}, None, "has 3 arrays, but its head names []"),
+    "arrays with strange names": (
+        {"has": ["ids", "rows", "sparse"]},
+        None,
+        "but its head names ['ids', 'rows', 'sparse']",
+    ),
     "a flag that is text": ({"commit": "yes"}, None, "commit='yes'"),
     "ids of the wrong kind": ({}, (0, np.float32), "ids are float32, expected int64"),
     "rows of the wrong kind": ({}, (1, np.float64), "rows are float64, expected float32"),
@@ -116,7 +120,7 @@ def test_random_requests_are_answered_and_leave_shard_working():
         taken += answer.head.get("duplicate") is False
     assert refused > 1500
     assert shard.lsn == before + taken
-    worker.seq = shard.members.seats[0].seq + 1
+    worker.seq = shard.members.memberships[0].seq + 1
     worker.push()
     assert shard.version == taken + 1
 
@@ -143,7 +147,7 @@ def test_jobs_that_cannot_be_are_refused():
     ]
     for spec, line in cases:
         assert line in error_of(shard, {"op": "open", "worker": 0, "job": spec.to_json()})
-    assert "'push' has no meaning; open one first" in error_of(shard, {"op": "push", "worker": 0})
+    assert "'push' is refused; open a job first" in error_of(shard, {"op": "push", "worker": 0})
     assert shard.handle(WireMessage({"op": "hello", "worker": 0})).head["opened"] is False
 
 
@@ -191,9 +195,9 @@ def test_a_serving_shard_answers_reads_only():
     head = {"op": "pull", "worker": -1, "step": 0, "tables": {"users": 2}, "peek": True}
     rows = shard.handle(WireMessage(head, [VOCABULARY[:2]])).arrays[0].reshape(2, -1)
     np.testing.assert_array_equal(rows, shard.tables["users"].pull(VOCABULARY[:2]))
-    assert error_of(shard, {**head, "peek": False}, [VOCABULARY[:2]]) == "server 0 only serves: pull with peek"
+    assert error_of(shard, {**head, "peek": False}, [VOCABULARY[:2]]) == "server 0 is read-only: pull with peek"
     for op in ("push", "begin", "open", "leave", "save", "load", "join", "drop"):
-        assert f"only serves: '{op}' is refused" in error_of(shard, {"op": op, "worker": 0})
+        assert f"is read-only: '{op}' is refused" in error_of(shard, {"op": op, "worker": 0})
     assert shard.handle(WireMessage({"op": "stats", "worker": -1})).head["lsn"] == 0
 
 

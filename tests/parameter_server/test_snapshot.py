@@ -20,7 +20,7 @@ def test_a_restored_shard_equals_one_that_was_never_stopped(tmp_path, mode):
     for number in range(61):
         push(shard, number)
         if number in (7, 15, 16, 40):
-            shard.keeper.snapshot()
+            shard.persistence.snapshot()
     shard.close()
     again = opened(job, directory=tmp_path)
     assert received(again) == 61
@@ -37,7 +37,7 @@ def test_snapshot_with_pushes_between_buckets_fits_together(tmp_path, mode):
     job = make_job(mode=mode, trainers=2)
     shard = opened(job, directory=tmp_path)
     chance = random.Random(1)
-    take, number = shard.keeper._held, 0
+    take, number = shard.persistence._held, 0
 
     def interrupted():
         nonlocal number
@@ -46,9 +46,9 @@ def test_snapshot_with_pushes_between_buckets_fits_together(tmp_path, mode):
             number += 1
         return take()
 
-    shard.keeper._held = interrupted
+    shard.persistence._held = interrupted
     for _ in range(4):
-        shard.keeper.snapshot()
+        shard.persistence.snapshot()
     shard.close()
     assert number > 3
     assert state_of(opened(job, directory=tmp_path)) == state_of(trained(number, job))
@@ -60,7 +60,7 @@ def test_an_evicting_table_is_restored_with_the_rows_it_had(tmp_path):
     for number in range(30):
         push(shard, number)
         if number % 7 == 0:
-            shard.keeper.snapshot()
+            shard.persistence.snapshot()
     shard.close()
     straight = trained(30, job)
     assert len(straight.tables["b"]) <= 200
@@ -73,7 +73,7 @@ def test_without_journal_state_is_that_of_the_last_snapshot(tmp_path):
     for number in range(25):
         push(shard, number)
         if number in (9, 19):
-            shard.keeper.snapshot()
+            shard.persistence.snapshot()
     shard.close()
     again = opened(job, directory=tmp_path)
     assert received(again) == 20
@@ -87,7 +87,7 @@ def test_deltas_outweighing_base_become_a_base_and_old_files_go(tmp_path):
     lengths = []
     for number in range(40):
         push(shard, number)
-        shard.keeper.snapshot()
+        shard.persistence.snapshot()
         manifest = Manifest.read(tmp_path)
         lengths.append(len(manifest.chain))
         base, *deltas = [part.bytes for part in manifest.chain]
@@ -114,7 +114,7 @@ def test_disk_refusing_a_record_refuses_only_that_push(tmp_path, monkeypatch):
     job = make_job()
     shard = opened(job, directory=tmp_path)
     push(shard, 0)
-    segment = shard.keeper._segment
+    segment = shard.persistence._segment
     size = segment.path.stat().st_size
 
     def full(handle, views):
@@ -137,7 +137,7 @@ def test_failed_snapshot_is_followed_by_a_complete_base(tmp_path, monkeypatch):
     job = make_job()
     shard = opened(job, directory=tmp_path)
     push(shard, 0)
-    shard.keeper.snapshot()
+    shard.persistence.snapshot()
     push(shard, 1)
 
     def full(handle):
@@ -146,9 +146,9 @@ def test_failed_snapshot_is_followed_by_a_complete_base(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("echelon.parameter_server.persistence.snapshot.os.fsync", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
-            shard.keeper.snapshot()
+            shard.persistence.snapshot()
     push(shard, 2)
-    shard.keeper.snapshot()
+    shard.persistence.snapshot()
     assert len(Manifest.read(tmp_path).chain) == 1
     shard.close()
     assert state_of(opened(job, directory=tmp_path)) == state_of(trained(3, job))
@@ -159,13 +159,13 @@ def test_another_session_replaces_job_with_snapshot_under_way(tmp_path):
     job = make_job()
     shard = opened(job, directory=tmp_path / "a")
     push(shard, 0)
-    keeper = shard.keeper
+    persistence = shard.persistence
     with shard.lock:
-        keeper._due.set()
-        while keeper._due.is_set():  # until the thread has begun, and waits for the lock
+        persistence._due.set()
+        while persistence._due.is_set():  # until the thread has begun, and waits for the lock
             time.sleep(0.001)
-        keeper.close()
-    assert not keeper._thread.is_alive()
+        persistence.close()
+    assert not persistence._thread.is_alive()
     assert received(opened(job, directory=tmp_path / "a")) == 1
 
 
@@ -188,7 +188,7 @@ def test_damaged_file_is_named_in_one_line_nothing_half_loaded(tmp_path, there):
     for number in range(6):
         push(shard, number)
         if number in (2, 4):
-            shard.keeper.snapshot()
+            shard.persistence.snapshot()
     shard.close()
     path = max(tmp_path.glob(f"{there}*"))
     content = path.read_bytes()
@@ -208,7 +208,7 @@ def test_a_truncated_snapshot_is_said_and_not_loaded(tmp_path):
     job = make_job()
     shard = opened(job, directory=tmp_path)
     push(shard, 0)
-    shard.keeper.snapshot()
+    shard.persistence.snapshot()
     shard.close()
     path = max(tmp_path.glob("snapshot-*"))
     path.write_bytes(path.read_bytes()[:-1])

@@ -60,9 +60,9 @@ def catch_up(straight, again):
     """Send ``straight`` all that ``again`` has received."""
     while received(straight) < received(again):
         push(straight, received(straight))
-    for worker, seat in again.members.seats.items():
-        if seat.passes > straight.members.seats[worker].passes:  # killed before the push that followed
-            new_pass(straight, worker, seat.passes)
+    for worker, membership in again.members.memberships.items():
+        if membership.passes > straight.members.memberships[worker].passes:  # killed before the push that followed
+            new_pass(straight, worker, membership.passes)
 
 
 def test_kills_lose_no_answered_push(tmp_path, nursery):

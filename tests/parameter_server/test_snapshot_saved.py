@@ -80,8 +80,8 @@ def test_another_number_of_servers_goes_on_with_the_same_numbers(tmp_path, befor
     steps = [[table.step for table in shard.tables.values()] for shard in loaded]
     assert steps == [[12, 12]] * after
     for shard in two:  # the same pushes upon both, numbered as each of them counts
-        for seat in shard.members.seats.values():
-            seat.seq = seat.committed = -1
+        for membership in shard.members.memberships.values():
+            membership.seq = membership.committed = -1
     for number in range(5):
         for shard in (*loaded, *two):
             push(shard, number)
@@ -124,7 +124,7 @@ def test_saves_while_pushes_come_keep_every_record_whole(tmp_path):
     job = make_job()
     shard, straight = opened(job, directory=tmp_path / "a"), opened(job)
     history = {name: {} for name in shard.tables}
-    held, number = shard.keeper._held, 0
+    held, number = shard.persistence._held, 0
 
     def interrupted():
         nonlocal number
@@ -137,7 +137,7 @@ def test_saves_while_pushes_come_keep_every_record_whole(tmp_path):
                     history[name].setdefault(id_, []).append((number, record))
         return held()
 
-    shard.keeper._held = interrupted
+    shard.persistence._held = interrupted
     _save_all(shard, tmp_path / "ckpt")
     versions = set()
     with ServerCheckpoint(tmp_path / "ckpt") as saved:
@@ -161,7 +161,7 @@ def test_a_sync_step_that_ends_during_a_save_is_not_half_in_it(tmp_path):
     shard = opened(job, directory=tmp_path / "a")
     for number in range(9):  # worker 1's part of step 4 is missing
         push(shard, number)
-    held, calls = shard.keeper._held, 0
+    held, calls = shard.persistence._held, 0
 
     def interrupted():
         nonlocal calls
@@ -170,7 +170,7 @@ def test_a_sync_step_that_ends_during_a_save_is_not_half_in_it(tmp_path):
             push(shard, 9)
         return held()
 
-    shard.keeper._held = interrupted
+    shard.persistence._held = interrupted
     _save_all(shard, tmp_path / "ckpt")
     loaded = opened(job, directory=tmp_path / "b")
     load([loaded], tmp_path / "ckpt")
@@ -253,7 +253,7 @@ def test_saving_and_loading_need_little_memory_beside_the_table(tmp_path):
     table.push(ids, np.ones((len(ids), 2), np.float32))
     size = len(table) * table.words * 4
     peaks = []
-    for act in (shard.keeper.snapshot, lambda: save([shard], tmp_path / "ckpt")):
+    for act in (shard.persistence.snapshot, lambda: save([shard], tmp_path / "ckpt")):
         tracemalloc.start()
         act()
         peaks.append(tracemalloc.get_traced_memory()[1])

@@ -215,7 +215,7 @@ def test_fluid_and_torch_spellings_are_understood() -> None:
         ({"size": 16}, "size=16): expected [dict_size, width]"),
         ({"size": [200, 16], "is_sparse": False}, "take torch.nn.Embedding"),
         ({"dim": 16, "dtype": torch.float16}, "rows are float32"),
-        ({"dim": 16, "param_attr": object()}, "only its name is taken"),
+        ({"dim": 16, "param_attr": object()}, "only its name is used"),
         ({"dim": 16, "combinr": "sum"}, "did you mean 'combiner'?"),
         ({"size": [200, 16], "capacity": 7}, "say it once"),
         ({}, "dim=None): expected the number of floats a row"),

@@ -129,11 +129,11 @@ def test_a_worker_without_its_server_names_it_and_ends_in_time() -> None:
     ((line, printed),) = run(fail_to_start, endpoint, ranks=1, timeout=60.0)  # ParameterServer.timeout is 120
     where = f"server 0 at {endpoint}"
     assert line == (
-        f"{where} has not come within 0.8 s (nothing listens there); start it, or give it more time by "
+        f"{where} has not answered within 0.8 s (nothing listens there); start it, or give it more time by "
         "--join-timeout or ECHELON_PS_JOIN_TIMEOUT"
     )
     notice = f"worker 0 of 1 has waited N s for {where} (nothing listens there); it gives up after 0.8 s"
-    assert printed == f"echelon: ps: {notice}; start what is missing\n"
+    assert printed == f"echelon: ps: {notice}; start the missing processes\n"
 
 
 def test_another_program_at_server_port_is_told_from_a_server() -> None:
@@ -159,7 +159,8 @@ def test_another_program_at_server_port_is_told_from_a_server() -> None:
         ):
             links[1].call(WireMessage({"op": "hello"}))
         with pytest.raises(
-            PeerLost, match=r"has not come within 1 s \(what listens there does not answer: another pro"
+            PeerLost,
+            match=r"has not answered within 1 s \(the program that listens there does not answer: it",
         ):
             links[0].call(WireMessage({"op": "hello"}))
         for link in links:
@@ -192,7 +193,7 @@ def test_server_in_script_role_ends_at_once_and_tells_worker_why() -> None:
     assert server == Died(1)
     assert line == "server 0 has waited 5 s for worker 1; start it, or fewer with trainers="
     assert "worker 0 of 2 has waited" in printed
-    assert "for worker 1 to call echelon.distribute(); it gives up after 60 s; start what is missing\n" in printed
+    assert "for worker 1 to call echelon.distribute(); it gives up after 60 s; start the missing processes\n" in printed
     assert seconds < 30.0  # it is gone, and was not waited for
 
 
@@ -210,6 +211,6 @@ def test_a_worker_that_waits_to_be_bound_is_not_the_missing_one(tmp_path: Path) 
     command = ["--pservers", endpoint, "--endpoint", endpoint, "--trainers", "2", "--join-timeout", "5"]
     server = ServerProcess(command, tmp_path / "log")
     (line,) = run(bind_alone, endpoint, ranks=1)
-    assert line.startswith("rank 0 waited 6 s, but of 2 processes these did not join: rank 1")
+    assert line.startswith("rank 0 has waited 6 s, but of 2 processes these have not joined: rank 1")
     assert server.wait() == 1
     assert server.lines()[-1] == "echelon: server 0 has waited 5 s for worker 1; start it, or fewer with trainers="

@@ -35,7 +35,7 @@ def test_sizes_of_the_axes(asked: tuple[int, Pipeline | None, bool, int | None, 
     ("asked", "line"),
     [
         ((4, PLAIN, False, None, 6), "one copy of the model takes 4 ranks (4 stages), and 6 is not a multiple of that"),
-        ((3, PLAIN, True, 4, 4), "3 stages cannot share 4 ranks evenly; 3 or 6 would do"),
+        ((3, PLAIN, True, 4, 4), "3 stages cannot share 4 ranks evenly; use 3 or 6"),
         ((1, None, False, 2, 4), "a slice of 2 ranks was asked for, but the marks fill only 1"),
         ((2, WOVEN, False, None, 2), "and 2 stages cannot be dealt out so; make 4, 6 or 8 of them"),
     ],

@@ -226,7 +226,7 @@ def straight(net: Net, x: Tensor) -> Tensor:
 def test_stages_that_go_backwards() -> None:
     assert mistake(straight, {"a": 0, "b": 1, "c": 0}) == (
         "'c' of stage 0 is called after a module of stage 1; stages run one after another, so give 'c' stage 1, or "
-        "what is called before it stage 0"
+        "the modules called before it stage 0"
     )
 
 
@@ -254,7 +254,7 @@ def test_control_flow_by_what_a_unit_returns(look: Any) -> None:
         return net.c(net.b(h)) if look(h) else net.c(h)
 
     said = mistake(forward)
-    assert said.startswith("the forward looks at values of what 'a' returns (")
+    assert said.startswith("the forward reads values of the output of 'a' (")
     assert said.endswith("move that decision into a module with a stage, or decide by the batch")
 
 
@@ -413,7 +413,7 @@ def test_units_that_are_called_again_stay_together() -> None:
     stages = balance_stages(model, 3, call, (X, Y))
     assert stages == {"layers.0": 0, "layers.1": 1, "layers.2": 1, "layers.3": 2}
     assert recorded(model, stages).stages == 3
-    with pytest.raises(UsageError, match=r"^4 stages were asked for, but of modules that run one after another"):
+    with pytest.raises(UsageError, match=r"^4 stages were requested, but only 3 modules run one after another"):
         balance_stages(model, 4, call, (X, Y))
 
 

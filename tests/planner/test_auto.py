@@ -26,7 +26,7 @@ from echelon.distributed.world import World
 from echelon.plan.draft import Draft
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply import trial
-from echelon.planner.apply.auto import find_plans
+from echelon.planner.apply.auto import PlanTask, find_plans
 from echelon.planner.cluster.cluster import Cluster
 
 TOTAL = 12  # samples of a step
@@ -70,7 +70,7 @@ def train(
     if fed != "hand":
         batches = engine.loader(data, batch_size=TOTAL // ranks, shuffle=False)
     losses = [float(engine.step(*batch)) for batch in itertools.islice(batches, stop)]
-    foretold = engine.found.predicted if engine.found else None
+    foretold = engine._planned.found.predicted if engine._planned.found else None
     memory = foretold.memory[0] if foretold else None
     shown = {"losses": losses, "weights": engine.whole_state(), "plan": engine.plan, "memory": memory, **before}
     engine.close()
@@ -164,7 +164,8 @@ def drafts(name: str, own_batches: bool, directory: Path) -> list[Draft]:
     world = World(place, torch.device("cpu"), "gloo", 0, 10.0, None)
     model, auto = make(name), Auto(cluster=str(directory / "slow.yaml"), trials=50)
     optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
-    found = find_plans(auto, model, loss_of(name), batch_of(name, 0, 6), TOTAL, world, optimizers, own_batches)
+    task = PlanTask(TOTAL, own_batches=own_batches)
+    found = find_plans(auto, model, loss_of(name), batch_of(name, 0, 6), task, world, optimizers)
     return [SavedPlan.from_json(text).draft for text in found["plans"]]
 
 
@@ -203,9 +204,10 @@ def test_a_run_goes_on_from_its_checkpoint(many: list[dict[str, Any]]) -> None:
 
 def test_the_choice_is_said_by_the_first_rank_alone(many: list[dict[str, Any]]) -> None:
     lines = [line for line in many[0]["said"].splitlines() if line.startswith("echelon: auto: ")]
-    assert "predicted" in lines[0]
-    assert "the best of" in lines[0]
-    assert any("each rank keeps the batch it was given: no stages, no splits" in line for line in lines)
+    assert lines[0] == "echelon: auto: planned for fp32, not compiled, as a run without a strategy"
+    assert "predicted" in lines[1]
+    assert "the best of" in lines[1]
+    assert any("stages and splits skipped: each rank keeps its own batch" in line for line in lines)
     assert many[1]["said"] == ""
 
 
@@ -215,7 +217,7 @@ def test_a_trial_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.
     world = World(ALONE, torch.device("cpu"), "none", 0, 10.0, None)
     plan = SavedPlan(draft=Draft(batch=2), units=(("",),))
     with trial._TrialRunner(world, trial.TrialScript("script", str(sleeper), (tmp_path.name,))) as crew:
-        assert crew.tried(plan) == trial.TrialOutcome(None, "not done after 1 s")
+        assert crew.tried(plan) == trial.TrialOutcome(None, "not finished after 1 s")
     assert processes_with(tmp_path.name) == []
 
 

@@ -185,7 +185,7 @@ def test_a_named_file_without_the_device_says_so(
     measured: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert Cluster.parse("8xV100", bench=measured[0]).device(0) == CATALOGUE["V100"].device
-    assert "has measured CPU, not V100" in capsys.readouterr().err
+    assert "has figures of CPU, not of V100" in capsys.readouterr().err
     with pytest.raises(UsageError, match="there is no bench file at"):
         Cluster.parse("8xV100", bench="nowhere.json")
 

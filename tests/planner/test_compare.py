@@ -96,7 +96,7 @@ def test_compare_says_what_makes_plans_unlike(tmp_path: Path) -> None:
     [
         (["a.json", "nowhere.json"], "plan 'nowhere.json': there is no such file; 'echelon plan --save' writes one"),
         (["a.json", "text.json"], "plan 'text.json': it is not JSON"),
-        (["a.json", "list.json"], "plan 'list.json': it is no plan of echelon's"),
+        (["a.json", "list.json"], "plan 'list.json': it is not an Echelon plan"),
         (["a.json"], "'--compare' requires 2 arguments"),
         (["a.json", "a.json", "--cluster", "V100"], "takes --json alone beside them; leave out --cluster"),
     ],

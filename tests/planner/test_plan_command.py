@@ -23,6 +23,8 @@ from echelon.plan.prediction import PredictedMemory, Prediction
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
+from echelon.planner.cost.system import ECHELON
+from echelon.planner.default_run import DefaultRun, capabilities_of, find_default_run
 from echelon.planner.plan_search.search import search
 from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
 from echelon.planner.profiling.builders import gpt
@@ -49,6 +51,11 @@ def echelon(*words: str) -> tuple[int, str, str]:
 
 
 @functools.cache
+def usual() -> DefaultRun:
+    return find_default_run(small().model, None, {}, capabilities_of(Cluster.parse(MACHINES)))
+
+
+@functools.cache
 def small() -> Profile:
     return gpt(layers=4, hidden=64, heads=4, sequence=32, vocabulary=500)
 
@@ -68,11 +75,12 @@ def test_figures_are_those_of_the_library(planned: tuple[dict[str, Any], Path]) 
     report, cluster = PlanReport.from_dict(planned[0]), Cluster.parse(MACHINES)
     assert 1 <= len(report.options) <= 3
     for option in report.options:
-        told = predict(small(), cluster, option.draft)
+        told = predict(small(), cluster, option.draft, system=usual().runtime(ECHELON))
         assert option.seconds == pytest.approx(told.seconds, rel=1e-9)
         assert sum(option.prediction.parts.values()) == pytest.approx(option.seconds, rel=1e-6)
         assert [each.total for each in option.prediction.memory] == pytest.approx([each.total for each in told.memory])
-    found = search(small(), cluster, batch=BATCH, keep=3)
+    found = search(small(), cluster, batch=BATCH, keep=3, usual=usual(), system=usual().runtime(ECHELON))
+    assert report.runs_as == "fp32, compiled blocks"  # V100 have no bf16
     assert report.choice.draft == found.best[0].draft
     assert [remark.what for remark in report.neighbours] == [other.what for other in found.rejected]
     assert [remark.what for remark in report.approximate] == [means.name for means in found.would_help]
@@ -87,7 +95,7 @@ def test_sensitivities_are_searches_on_another_cluster(planned: tuple[dict[str, 
         ("twice the devices", cluster.with_(hosts=4), BATCH),
         ("half the batch", cluster, BATCH // 2),
     ):
-        best = search(small(), other, batch=batch, keep=1).best[0]
+        best = search(small(), other, batch=batch, keep=1, usual=usual(), system=usual().runtime(ECHELON)).best[0]
         assert told[what].seconds == pytest.approx(best.seconds, rel=1e-9)
         assert told[what].against == pytest.approx(best.seconds / report.choice.seconds - 1, abs=1e-9)
     assert [size.devices for size in report.sizes] == [1, 2, 4, 8, 16]
@@ -130,7 +138,9 @@ def test_a_callables_model_takes_no_memory(tmp_path: Path) -> None:
     words = ["--cluster", "8xH200", "--global-batch", "64", "--keep", "1"]
     code, out, err = echelon("plan", f"{tmp_path}/large.py:make", *words)
     assert code == 0, err
-    assert out.startswith("make: 25.6 billion parameters in 16 units, batch 64\non 1 host of 8 H200 ")
+    assert out.startswith(
+        "make: 25.6 billion parameters in 16 units, batch 64, bf16, not compiled\non 1 host of 8 H200 "
+    )
 
 
 SCRIPT = """
@@ -157,7 +167,7 @@ def test_a_script_is_planned_at_its_first_batch(tmp_path: Path) -> None:
     code, out, err = echelon("plan", f"{tmp_path}/train.py", "--cluster", "2xV100", "--save", path, "--", "20")
     assert code == 0, err
     assert out.startswith(f"train: {(20 * 64 + 64 + 64 * 10 + 10) / 1000:.3g} thousand parameters in ")
-    assert "batch 16\n" in out
+    assert "batch 16, fp32, not compiled\n" in out
     saved = SavedPlan.load(path)
     assert saved.made_from["optimizer"] == "momentum"
     assert f"1  {saved.draft}  " in out
@@ -168,14 +178,14 @@ def test_a_script_that_shows_no_batch_is_told_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "quiet.py").write_text("print('nothing to see')")
     code, out, err = echelon("plan", f"{tmp_path}/quiet.py", "--cluster", "2xV100")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith(f"echelon: '{tmp_path}/quiet.py' ended before it had shown a batch")
+    assert err.splitlines()[-1].startswith(f"echelon: '{tmp_path}/quiet.py' ended before its first batch")
 
 
 def test_where_nothing_fits_the_nearest_is_shown() -> None:
     code, out, err = echelon("plan", SMALL, "--cluster", "V100", "--global-batch", "8", "--memory", "500kB")
     assert code == 1
     assert "No plan fits" in out
-    assert "What lacks least" in out
+    assert "The plan that lacks least" in out
     assert len(err.splitlines()) == 1
     assert err.startswith("echelon: no plan of gpt(4 layers, hidden 64) fits on V100: ")
 
@@ -183,7 +193,7 @@ def test_where_nothing_fits_the_nearest_is_shown() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "plan what? give a MODEL"),
+        ([], "MODEL is missing; give one"),
         ([SMALL, "--global-batch", "8"], "--cluster is missing"),
         ([SMALL, "--cluster", "V100"], "--global-batch is missing"),
         ([SMALL, "--cluster", "V1000", "--global-batch", "8"], "there is no device 'V1000'"),
@@ -204,7 +214,7 @@ def test_where_nothing_fits_the_nearest_is_shown() -> None:
         (["nowhere.py:make", "--cluster", "V100"], "MODEL: no file at 'nowhere.py'"),
         (["torch.nn:Linea", "--cluster", "V100"], "there is no callable 'Linea' in torch.nn; did you mean 'Linear'?"),
         (["torch.nn:Linear", "--cluster", "V100"], "MODEL 'torch.nn:Linear' failed with TypeError"),
-        (["torch.nn:ReLU", "--cluster", "V100"], "MODEL 'torch.nn:ReLU' returns a model alone"),
+        (["torch.nn:ReLU", "--cluster", "V100"], "MODEL 'torch.nn:ReLU' returns a model without a batch"),
         (
             ["torch.nn:ReLU", "--cluster", "V100", "--input", "3x4"],
             "--global-batch is missing: --input 3x4 is one sample",

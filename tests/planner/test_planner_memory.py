@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from echelon.plan.draft import Draft
 from echelon.plan.prediction import PredictedMemory
 from echelon.plan.schedule import make_schedule
 from echelon.plan.simulate import simulate
-from echelon.planner.cost.in_flight import moments
+from echelon.planner.cost.in_flight import _moments_of_rank, moments, moments_of_rank
 from echelon.planner.cost.rank_memory import find_peak_moments
 from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.model_costs import ModelCosts, ModelUnit, UnitPass
@@ -70,6 +71,18 @@ def memory(model: Any, draft: Draft, *limits: Any, **options: Any) -> list[Predi
 def total(model: Model, place: Any = "cpu", optimizer: str = "sgd", **options: Any) -> list[float]:
     found = memory(model, Draft(batch=8, **options), optimizer=optimizer, place=place, workspace=0.0)
     return [one.total for one in found]
+
+
+# ---- moments of long pipelines ----
+
+
+def test_moments_of_long_1f1b_follow_from_short_ones() -> None:
+    for ranks, micros in itertools.product((9, 10, 12, 40), (1, 7, 8, 12, 43, 44, 300)):
+        for rank in (0, 1, ranks // 2, ranks - 1):
+            behind = ranks - 1 - rank
+            count = min(micros, behind + 4)
+            walked = _moments_of_rank("1f1b", behind + 1, behind + 1, count, 0, rank > 0)
+            assert moments_of_rank("1f1b", ranks, ranks, micros, rank) == walked
 
 
 # ---- moments of one device ----

@@ -113,7 +113,7 @@ def test_scripts_are_answered_whatever_optimizer_and_arguments(tmp_path: Path) -
     assert best["prediction"]["memory"][0]["optimizer"] == 8 * entries
     assert weighed["footprint"]["kinds"]["optimizer"] == 8 * entries + 4 * 4
     for answer in (*own, *update):
-        assert answer["error"].startswith("a loop of its own (engine.backward and engine.update)")
+        assert answer["error"].startswith("a custom loop (engine.backward and engine.update)")
 
 
 def test_words_of_a_script_are_shown_only_if_it_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_words_of_a_script_are_shown_only_if_it_fails(tmp_path: Path, capfd: pyt
     (tmp_path / "fails.py").write_text("print('a whole config'); raise KeyError('no such tokenizer')")
     assert ask(str(tmp_path / "talks.py"), [], {}) == {"ok": 1}
     assert "a whole config" not in "".join(capfd.readouterr())
-    with pytest.raises(UsageError, match="failed with exit code 1 before it had shown a batch; what it said is above"):
+    with pytest.raises(UsageError, match="failed with exit code 1 before its first batch; its output is above"):
         ask(str(tmp_path / "fails.py"), [], {})
     said = capfd.readouterr().err
     assert "a whole config" in said

@@ -238,7 +238,7 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
     for draft, words in (
         (Draft(batch=8, replicate=16), "16 devices cannot run on 8"),
         (Draft(batch=8, stage=2, cuts=(9,), micro_batches=2), "do not cut 8 units"),
-        (Draft(batch=8, split=16), "split 16 cannot be"),
+        (Draft(batch=8, split=16), "split=16: chain can be split over 8 at most"),
     ):
         with pytest.raises(UsageError, match=words) as raised:
             foretell(Chain(8), draft)

@@ -171,8 +171,8 @@ def damaged(text: str) -> dict[str, tuple[str, str]]:
 
     return {
         "cut off": (text[: len(text) // 2], "is not JSON"),
-        "a list": ("[1]", "no plan of echelon's"),
-        "of someone else": (json.dumps({"stages": 2}), "no plan of echelon's"),
+        "a list": ("[1]", "not an Echelon plan"),
+        "of someone else": (json.dumps({"stages": 2}), "not an Echelon plan"),
         "of another version": (with_(version=9), "has version 9, this echelon reads 1"),
         "unknown name": (with_(colour="red"), "plan has no option 'colour'"),
         "wrong type": (with_(units="blocks"), "expected tuple of tuple"),
@@ -240,8 +240,8 @@ def test_a_plan_that_does_not_belong_here_is_refused_in_one_line() -> None:
         "strategy": "the saved plan says how to train, and Strategy sets amp, clip; remove amp=, clip= from it",
         "marks": "and the model has marks; remove the marks",
         "slices": "remove cluster= from distribute()",
-        "model": "parameter 'norm.weight' has shape (16,) there and is missing here; make the plan anew",
-        "described": "made for a model that was only described",
+        "model": "parameter 'norm.weight' has shape (16,) there and is missing here; make a new plan",
+        "described": "made from a model description without parameters",
     }
     for mine in run(mistakes, cases, ranks=2):
         for case, line in mine.items():

@@ -261,6 +261,38 @@ def test_a_slower_kind_gets_fewer_samples() -> None:
     assert even.seconds > 1.2 * best.seconds
 
 
+@pytest.mark.parametrize("memory", [80e9, 5e9, 4e9])
+def test_shares_are_capped_by_each_kind_of_memory(memory: float) -> None:
+    """A fast kind with little memory gets no more samples than it holds, and the plan is still taken."""
+    model = Blocks((2048,) * 4, rows=512)
+    fast, slow = device("fast", 3.0, memory=memory), device("slow", 1.0, memory=80e9)
+    fixed = {"replicate": 4, "stage": 1, "split": 1, "micro_batches": 1, "recompute": (), "shard": 0}
+    cluster = machines((1, 2, fast), (1, 2, slow))
+    answer = search(model, cluster, batch=32, fixed=fixed)
+    assert answer.best
+    best = answer.best[0]
+    assert sum(best.draft.shares) == 32
+    assert best.prediction.fits
+    costs = CostModel(model, cluster)
+    more = (best.draft.shares[0] + 1) * 4
+    alone = best.draft.replaced(batch=int(more), shares=())
+    by_speed = share_out(32, [3.0, 3.0, 1.0, 1.0])
+    assert by_speed is not None
+    assert (memory == 4e9) == (best.draft.shares[0] < by_speed[0] - 1)
+    if memory == 4e9:
+        assert not costs.replica_memory(alone, [fast.memory])[0].fits  # one sample more would be too much
+
+
+def test_each_kind_of_device_is_held_to_its_own_memory() -> None:
+    """The large share of a device with much memory is not compared with the memory of another."""
+    model = Blocks((2048,) * 4, rows=512)
+    large, small = device("large", 3.0, memory=80e9), device("small", 1.0, memory=4e9)
+    fixed = {"replicate": 2, "stage": 1, "split": 1, "micro_batches": 1, "recompute": (), "shard": 0}
+    best = search(model, machines((1, 1, large), (1, 1, small)), batch=16, fixed=fixed).best[0]
+    assert best.draft.shares[0] > 2 * best.draft.shares[1]
+    assert best.prediction.fits
+
+
 def test_the_first_stages_are_on_the_devices_with_most_memory() -> None:
     model = Blocks((4096,) * 6, rows=2048)
     small, large = device("small", memory=6e9), device("large", memory=24e9)
@@ -286,6 +318,27 @@ def test_what_is_fixed_stays_and_nothing_is_used_without_consent() -> None:
     allowed = search(model, cluster, batch=16, allow=("amp",)).best[0]
     assert allowed.draft.amp == "bf16"
     assert allowed.seconds < answer.best[0].seconds
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_no_other_plan_of_an_answer_is_quicker(data: st.DataObject) -> None:
+    """Plans that are quicker by less than predictions can tell, and less simple, are listed apart."""
+    width, count = data.draw(st.sampled_from((512, 1024, 2048, 4096))), data.draw(st.integers(2, 12))
+    model = Blocks(
+        (width,) * count, rows=data.draw(st.sampled_from((64, 512, 2048))), splits=data.draw(st.sampled_from((1, 2, 4)))
+    )
+    memory = data.draw(st.sampled_from((80e9, 4e9, 1e9)))
+    hosts = [(data.draw(st.integers(1, 3)), 4, device(memory=memory))]
+    if data.draw(st.booleans()):
+        hosts.append((1, 4, device("slow", 0.4, memory=2 * memory)))
+    answer = search(model, machines(*hosts), batch=data.draw(st.sampled_from((3, 8, 30, 64))))
+    if not answer.best:
+        return
+    first = answer.best[0].seconds
+    assert all(choice.seconds >= first for choice in answer.best)
+    assert all(first * (1 - TIE) <= choice.seconds < first for choice in answer.as_quick)
+    assert all(each.against is None or each.against >= -TIE for each in answer.rejected)
 
 
 def test_plans_for_all_devices_where_that_is_asked_for() -> None:

@@ -297,7 +297,7 @@ def test_names_that_do_not_fit(marks: dict[str, Any], line: str) -> None:
         ({"head": stage(2), "blocks.0": stage(0)}, "stages 0, 2 are marked and 1 is not"),
         ({"": pipeline(stages=2), "head": stage(0)}, "pipeline(stages=2) cuts the model by itself, but 1 stages"),
         ({"blocks": pipeline(), "head": pipeline()}, "there are 2 pipelines, at 'blocks' and 'head'"),
-        ({"head": stage(0), "": pipeline(weights=[1, 2])}, "has 2 weights for 1 stages; give one a stage"),
+        ({"head": stage(0), "": pipeline(weights=[1, 2])}, "has 2 weights for 1 stages; give one for each stage"),
     ],
 )
 def test_marks_that_do_not_fit_together(marks: dict[str, Any], line: str) -> None:
@@ -324,7 +324,7 @@ def test_a_module_in_two_stages_is_refused() -> None:
         (lambda: split("colum"), "Split(how='colum'): expected 'auto', 'column', 'row' or 'sequence'"),
         (lambda: split(weights=[1, 0]), "Split(weights=(1, 0)): expected numbers above 0"),
         (lambda: pipeline(micro_batches=0), "Pipeline(micro_batches=0): expected 1 or more"),
-        (lambda: set_default(stage(0)), "set_default(stage(0)): what is not marked can be replicate()"),
+        (lambda: set_default(stage(0)), "set_default(stage(0)): expected replicate(), split(...) or None"),
     ],
 )
 def test_values_that_do_not_fit(wrong: Callable[[], Any], line: str) -> None:

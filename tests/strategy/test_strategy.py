@@ -546,7 +546,7 @@ def test_explain_says_what_matters_beyond_figures() -> None:
     sparse, _ = zoo.build("sparse")
     assert "the rows that a batch uses of bags.weight, words.weight" in Strategy().explain(sparse)
     assert "dgc compresses nothing: no parameter has 16,384 entries" in Strategy(dgc=True).explain(sparse)
-    assert "say how many ranks a host has" in Strategy(dgc=Dgc(hierarchical=True)).explain(ranks=4)
+    assert "give ranks_per_host=" in Strategy(dgc=Dgc(hierarchical=True)).explain(ranks=4)
     assert "the learning rate x 16" in Strategy(lr_scaling=True, gradient_merge=4).explain(ranks=4)
     assert f"x {math.sqrt(6):g}, reached over 500 steps" in Strategy(lr_scaling="sqrt").explain(ranks=6)
     assert "nothing: there is one rank" in Strategy(dgc=True).explain(ranks=1)

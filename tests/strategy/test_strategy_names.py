@@ -170,7 +170,7 @@ def test_layouts_are_answered_with_marks_or_the_launcher(name: str) -> None:
 def test_setting_an_option_afterwards_shows_the_constructor() -> None:
     strategy = Strategy(amp=True)
     with pytest.raises(
-        UsageError, match=r"not changed once it is made; .* Strategy\(recompute_configs=\{.*\}, \.\.\.\)"
+        UsageError, match=r"cannot be changed after it is made; .* Strategy\(recompute_configs=\{.*\}, \.\.\.\)"
     ):
         strategy.recompute_configs = {"checkpoints": ["layers.*"]}  # type: ignore[attr-defined]
     with pytest.raises(AttributeError):

@@ -95,7 +95,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def _share(batch: dict[str, Tensor], engine: echelon.Engine) -> dict[str, Tensor]:
     replicas = engine.plan.replicas
-    rows, at = ROWS // replicas, engine.place["replicate"]
+    rows, at = ROWS // replicas, engine.world.data_rank
     return {name: value[at * rows : (at + 1) * rows] for name, value in batch.items()}
 
 

@@ -264,7 +264,7 @@ def _train_one(case: Case) -> Trained:
     losses = []
     for step in range(STEPS * options.get("gradient_merge", 1)):
         batch = batch_of(case.model, step)
-        mine = one_process(batch, layout) if alone else share(batch, engine._feeding._replica, engine.plan.replicas)
+        mine = one_process(batch, layout) if alone else share(batch, engine.world.data_rank, engine.plan.replicas)
         losses.append(float(engine.step(*mine)))
     weights = engine.whole_state()
     engine.close()

@@ -128,7 +128,7 @@ def train(net: nn.Module, steps: int, size: int = 8, *, plain: bool = False) -> 
             losses.append(loss.item())
         return losses, {name: value.clone() for name, value in net.state_dict().items()}, []
     engine = echelon.distribute(net, loss=F.cross_entropy, optimizer=optimizer, log=QUIET)
-    engine._voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
+    engine._run.voice.say = lambda text, kind="notice": lines.append(text)  # type: ignore[method-assign]
     for step in range(steps):
         losses.append(float(engine.step(*(part.chunk(2)[echelon.rank()] for part in batch(step, size)))))
     weights = engine.whole_state()

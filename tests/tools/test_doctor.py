@@ -276,7 +276,7 @@ def test_two_sound_hosts_are_no_finding() -> None:
         ({"capacity__shared_memory": 2.0**26}, False, "host b: /dev/shm has 64 MB"),
         ({"capacity__usable_cores": 2}, False, "host b: the container may use 2 of 8 cores"),
         ({"capacity__usable_memory": 0.5 * GIB}, False, "host b: 0.5 GiB of memory for 1 ranks"),
-        ({"capacity__load": 20.0}, False, "host b: others are at work (load 20.0 on 8 cores)"),
+        ({"capacity__load": 20.0}, False, "host b: other processes are busy (load 20.0 on 8 cores)"),
         ({"limits__nofile": 128}, False, "host b: ulimit -n is 128; 2 ranks want 272"),
         ({"limits__nproc": 100}, False, "host b: ulimit -u is 100; 1 ranks want 384"),
         (
@@ -353,7 +353,7 @@ def test_a_slow_rank_and_a_slow_host_are_named_and_marked() -> None:
     found = report(*hosts, pairs=rows, **slow_rank)
     assert [one.sentence for one in findings(found)] == [
         "rank 1 (host b) is slow: bfloat16 products 4.0x worse than the median",
-        "between hosts b and c it is slow: latency 4.5x worse than the median",
+        "the link between hosts b and c is slow: latency 4.5x worse than the median",
     ]
     marked = [line.split() for line in text_of(found, findings(found)).splitlines() if "<-- slow" in line]
     assert [line[0] for line in marked] == ["1", "1-2"]
@@ -398,7 +398,10 @@ def test_whether_a_disk_is_shared_may_remain_unknown() -> None:
 def test_a_sum_that_failed_is_wrong() -> None:
     found = report(host("a"), host("b"))
     found.together = {"failed": "rank 1: DistBackendError: no"}
-    assert only(found) == (True, "the ranks could not talk through torch.distributed: rank 1: DistBackendError: no")
+    assert only(found) == (
+        True,
+        "the ranks could not communicate through torch.distributed: rank 1: DistBackendError: no",
+    )
     assert "all ranks together: failed: rank 1" in text_of(found, findings(found))
 
 
@@ -457,7 +460,7 @@ def test_what_systems_write_is_read() -> None:
 
 
 def test_a_clock_s_offset_lies_within_half_the_trip() -> None:
-    within, ahead = clock_offset(asked=100.0, trip=0.2, told=90.1)
+    within, ahead = clock_offset(asked=100.0, trip=0.2, remote_time=90.1)
     assert (within, ahead) == (0.1, pytest.approx(10.0))
 
 

@@ -221,7 +221,7 @@ def test_forward_may_read_values_and_uncounted_parts_are_noted() -> None:
     by_name = {row.name: row for row in found.modules}
     assert by_name["head"].parameters == sum(map(_bytes, model.head.parameters()))
     assert by_name["inner"].activations == _bytes(batch[0])
-    assert any(note.startswith("LSTM layers keep more than is counted") for note in found.notes)
+    assert any(note.startswith("LSTM layers hold more than is counted") for note in found.notes)
     looked, *_ = profiled("words")
     assert not any("LSTM" in note for note in find_footprint(looked, TrainingJob(samples=SAMPLES), "adam").notes)
 
@@ -527,5 +527,5 @@ def test_a_saved_plan_holds_what_the_same_words_do(tmp_path: Path) -> None:
     written = find_footprint(looked, TrainingJob(samples=4, procs=4, strategy=Strategy(shard=1), marks=marks), "adamw")
     assert planned == written
     assert [one.place for one in planned.each] == ["stage 0", "stage 1"]
-    with pytest.raises(UsageError, match="the plan says how to train, and --shard too"):
+    with pytest.raises(UsageError, match="--plan already sets --shard; remove --shard or --plan"):
         asked(model, [], plan=str(tmp_path / "plan.json"), shard=2)

@@ -241,7 +241,7 @@ def test_metrics_alone_make_a_page(tmp_path: Path) -> None:
     assert path == tmp_path / "report.html"
     root = ElementTree.fromstring(path.read_text())
     assert names(root) == ["curves", "time"]
-    assert "The run has not said what it consists of" in words(root)
+    assert "The run has no run.json" in words(root)
 
 
 def test_a_record_alone_makes_a_page(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_recording_that_was_cut_short_is_said(tmp_path: Path) -> None:
     cut = {"asked": [10, 40], "running": False, "ranks": ranks, "missing": [], "first": 3, "because": None}
     (tmp_path / "timeline" / "summary.json").write_text(json.dumps(summary | {"cut": cut}))
     said = words(section(page(tmp_path), "time"))
-    assert "Cut short: steps 10 to 40 asked for; all ranks came through step 12; rank 3 stopped first." in said
+    assert "Cut short: steps 10 to 40 requested; all ranks completed step 12; rank 3 stopped first." in said
     (tmp_path / "timeline" / "summary.json").write_text(json.dumps(summary | {"cut": {"asked": 7}, "steps": [12, 12]}))
     said = words(section(page(tmp_path), "time"))
     assert "Step 12 took " in said
@@ -328,7 +328,7 @@ def test_one_rank_has_nobody_to_be_compared_with(tmp_path: Path) -> None:
     append(tmp_path / "rank-0.jsonl", made_up.rank_records(0, 10, 50))
     append(tmp_path / "timeline" / "rank-0.jsonl", made_up.spans(0))
     root = page(tmp_path)
-    assert "there is nobody to compare it with" in words(section(root, "ranks"))
+    assert "there is no other to compare it with" in words(section(root, "ranks"))
     assert "the slowest is marked" not in words(section(root, "time"))
     assert "communication that computing" not in words(section(root, "time"))
 

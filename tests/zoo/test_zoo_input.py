@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from benchmarks.zoo.input_images import measure_input
 from echelon.base.errors import DataError, UsageError
 from echelon.data import CtrFiles, FileList, Loader, Repeated, RepeatedStream
+from echelon.data.loader import OPTIONS
 from echelon.zoo.entry import Data, Request
-from echelon.zoo.train import input as reading
 from echelon.zoo.train.input import InputWaitTimer, loader_options, train_part
 
 TENSORS = TensorDataset(torch.arange(10), torch.arange(10) * 2)
@@ -78,7 +78,7 @@ def test_shuffle_buffer_is_passed_on_and_data_set_options_win():
     options = loader_options(asked(shuffle_buffer_size=77), data, 1)
     assert options["shuffle_buffer"] == 77
     assert (options["workers"], options["collate"]) == (0, len)
-    assert set(options) <= set(reading.Loader.__init__.__annotations__)
+    assert set(options) <= set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", ["num_preprocessing_threads", "num_parallel_batches", "prefetch_buffer_size"])

@@ -52,7 +52,7 @@ def test_loss_scale_is_used_by_fp16_and_said_elsewhere() -> None:
         assert "so 128 is not used; --amp fp16" in said[-1], words
     for words in ((), ("--loss_scale", "1.0")):  # a scale of 1 is none
         assert not any("loss_scale" in line for line in make_strategy(resolved(*words), CPU)[1])
-    with pytest.raises(UsageError, match=r"--loss_scale and --amp\.loss_scale are one thing"):
+    with pytest.raises(UsageError, match=r"--loss_scale and --amp\.loss_scale set the same value"):
         asked_strategy(resolved("--amp.dtype", "fp16", "--amp.loss_scale", "2", "--loss_scale", "4"))
 
 

@@ -27,6 +27,19 @@ def origins(found: TrainConfig, *names: str) -> dict[str, tuple[Any, str]]:
     return {name: (found.values[name].value, found.values[name].origin) for name in names}
 
 
+def test_setting_names_read_from_source_are_those_registered() -> None:
+    entries = (*registry.all_models().values(), *registry.all_datasets().values())
+    registered = {setting.name for entry in entries for setting in entry.settings}
+    assert registered <= registry.setting_names()
+
+
+@pytest.mark.parametrize(("name", "meant"), [("bach_size", "batch_size"), ("vocab_sise", "vocab_size")])
+def test_a_misspelt_parameter_names_the_nearest(name: str, meant: str) -> None:
+    """The first is found without the model, the second is one of the model's own."""
+    with pytest.raises(UsageError, match=f"no parameter '{name}' for bert_tiny on 'mock'; did you mean '{meant}'"):
+        resolved("--model_name", "bert_tiny", f"--{name}", "3")
+
+
 def test_a_flag_beats_the_file_and_the_file_beats_the_model(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"model_name": "lenet", "batch_size": 16, "momentum": 0.8, "learning_rate": "1e-3"}))
@@ -78,11 +91,11 @@ def test_a_file_may_hold_strategy_marks_and_launching(tmp_path: Path) -> None:
 def test_num_classes_comes_from_data_and_other_flag_is_refused() -> None:
     """The data set gives the number of classes, and a flag with another number is refused."""
     data = Data(train=[], facts={"num_classes": 10})
-    assert origins(resolved("--model_name", "resnet_v1_18").told(data), "num_classes") == {
+    assert origins(resolved("--model_name", "resnet_v1_18").with_data(data), "num_classes") == {
         "num_classes": (10, "data set")
     }
     with pytest.raises(UsageError, match=r"num_classes is 7 \(flag\), but data set 'mock' has 10; leave"):
-        resolved("--model_name", "resnet_v1_18", "--num_classes", "7").told(data)
+        resolved("--model_name", "resnet_v1_18", "--num_classes", "7").with_data(data)
 
 
 def test_sizes_beside_weights_count_and_other_flags_are_refused() -> None:

@@ -145,7 +145,7 @@ def test_a_head_of_another_size_is_made_anew_and_said_so(trained: Net) -> None:
     found = restore(net, trained.state_dict())
     assert torch.equal(net.head.weight, fresh)
     assert torch.equal(net.stem.weight, trained.stem.weight)
-    assert "head.weight: the checkpoint has 5 classes, this run 2; it is made anew" in found.lines()
+    assert "head.weight: the checkpoint has 5 classes, this run 2; it is initialized" in found.lines()
     assert list(found.remade) == ["head.weight", "head.bias"]
 
 

@@ -23,7 +23,8 @@ BATCH = (torch.zeros(6, 3, 4, 4), torch.zeros(6, dtype=torch.long))
 
 def test_figures_are_those_counted_by_hand() -> None:
     model = three_layers()
-    found = statistics(model, BATCH, "adam")
+    adam = torch.optim.Adam(model.parameters())
+    found = statistics(model, BATCH, adam)
     assert found.rows == (
         LayerStatistics("0", "Conv2d", "[n, 8, 4, 4]", 8 * 3 * 9 + 8, 16 * 8 * 3 * 9),
         LayerStatistics("2", "BatchNorm2d", "[n, 8, 4, 4]", 16, 0),
@@ -38,7 +39,7 @@ def test_figures_are_those_counted_by_hand() -> None:
     assert found.activations == pytest.approx(kept, abs=4 * 2 * 8)  # and a mean and a deviation for each channel
     rest = found.weights + found.gradients + 8 * parameters
     assert found.memory == rest + 6 * (found.activations or 0)
-    assert statistics(model, BATCH, "adam", samples=64).memory == rest + 64 * (found.activations or 0)
+    assert statistics(model, BATCH, adam, samples=64).memory == rest + 64 * (found.activations or 0)
 
 
 def test_the_model_and_the_random_numbers_are_left_alone() -> None:
@@ -56,7 +57,9 @@ def test_tied_parameters_count_once_and_frozen_have_no_gradients() -> None:
     words, out = nn.Embedding(50, 4), nn.Linear(4, 50, bias=False)
     out.weight = words.weight
     between = nn.Linear(4, 4).requires_grad_(False)
-    found = statistics(nn.Sequential(words, between, out), (torch.zeros(2, 7, dtype=torch.long), None), "sgd")
+    model = nn.Sequential(words, between, out)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = statistics(model, (torch.zeros(2, 7, dtype=torch.long), None), optimizer)
     assert [row.parameters for row in found.rows] == [200, 20, 0]
     assert [row.multiply_adds for row in found.rows] == [0, 7 * 16, 7 * 200]
     assert (found.parameters, found.trained, found.gradients, found.state) == (220, 200, 800, 0)
@@ -109,7 +112,9 @@ def test_model_that_reads_values_has_its_parameters_listed() -> None:
             out: Tensor = self.head(x)
             return out * 2 if float(x.sum()) > 0 else out
 
-    found = statistics(Looks(), (torch.zeros(2, 3), None), "momentum")
+    model = Looks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = statistics(model, (torch.zeros(2, 3), None), optimizer)
     assert (found.parameters, found.multiply_adds, found.activations, found.state) == (8, None, None, 32)
     assert "multiply-adds: not known" in show(found)
 
@@ -127,7 +132,7 @@ def test_resnet_50_has_the_multiply_adds_that_are_known_of_it() -> None:
 
 
 def test_the_table_is_aligned() -> None:
-    head, *rows = show(statistics(three_layers(), BATCH, "adam")).splitlines()
+    head, *rows = show(statistics(model := three_layers(), BATCH, torch.optim.Adam(model.parameters()))).splitlines()
     assert head.split() == ["layer", "kind", "output", "parameters", "multiply-adds", "share"]
     assert rows[0].split() == ["0", "Conv2d", "[n,", "8,", "4,", "4]", "224", "3,456", "73.0%"]
     assert rows[-1].startswith("memory: weights 6.19 kB, gradients 6.12 kB, optimizer state 12.2 kB, activations of 6")

@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path) -> 
         (("--model_name", "lenett"), "echelon: there is no model 'lenett'; the nearest are lenet, "),
         ((*LENET, "--dgc", "--lars"), "echelon: lars and dgc do not combine"),
         ((*LENET, "--compile", "--stages", "2"), "echelon: --compile does not go with --stages"),
-        ((*LENET, "--procs", "0"), "echelon: --procs 0 makes no job"),
+        ((*LENET, "--procs", "0"), "echelon: --procs 0: expected"),
     ],
 )
 def test_a_mistake_costs_no_process(words: tuple[str, ...], line: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_fresh_forgets_nothing_for_a_command_that_is_wrong(tmp_path: Path) -> No
     kept = tmp_path / "out" / "checkpoints" / "step-1"
     kept.mkdir(parents=True)
     ended = here("train", *LENET, "--output_dir", "out", "--fresh", "--procs", "0", cwd=tmp_path)
-    assert ended.err.startswith("echelon: --procs 0 makes no job")
+    assert ended.err.startswith("echelon: --procs 0: expected")
     assert kept.is_dir()
 
 
@@ -302,14 +302,14 @@ def test_the_strategy_has_what_other_parameters_ask_of_it() -> None:
     assert strategy.recompute is not None
     assert strategy.recompute.checkpoints == found.model.recompute  # type: ignore[union-attr]
     assert strategy.amp is None
-    assert "left out on this CPU" in notices[0]
+    assert "ignored on this CPU" in notices[0]
     advised, notices = make_strategy(resolved_with("--model_name", "bert_tiny", "--auto"), torch.device("cpu"))
     assert advised.auto is not None  # the norm that BERT advises gives way to the plan
     assert advised.clip is None
-    assert "max_gradient_norm 1.0 is left out" in notices[0]
+    assert "max_gradient_norm 1.0 is ignored" in notices[0]
     with pytest.raises(UsageError, match="clip and auto do not combine"):
         asked_strategy(resolved_with("--model_name", "bert_tiny", "--auto", "--max_gradient_norm", "2"))
-    with pytest.raises(UsageError, match="are one thing"):
+    with pytest.raises(UsageError, match="set the same value"):
         asked_strategy(resolved_with("--model_name", "toy", "--max_gradient_norm", "2", "--clip", "1"))
 
 

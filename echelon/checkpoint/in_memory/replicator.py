@@ -42,10 +42,10 @@ class Replicator:
 
     def wait(self) -> list[int]:
         """Wait until the last snapshot is complete on all ranks; return the ranks that failed."""
-        with waiting("copies of the step before"):
+        with waiting("previous in-memory snapshot"):
             in_time = self._done.wait(self._timeout)
         if not in_time:
-            self.failure = f"the other ranks have not said for {self._timeout:.0f} s that theirs is whole"
+            self.failure = f"the other ranks have not confirmed their snapshots for {self._timeout:.0f} s"
             return [self._rank]
         return self._failing
 
@@ -64,12 +64,12 @@ class Replicator:
             del job
 
     def _vote(self) -> list[int]:
-        mine = self.failure is None
+        own = self.failure is None
         if self._group is None:
-            return [] if mine else [self._rank]
+            return [] if own else [self._rank]
         try:
             found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather(found, torch.tensor([int(mine)]), group=self._group)  # not counted as a training wait
+            dist.all_gather(found, torch.tensor([int(own)]), group=self._group)  # not counted as a training wait
         except RuntimeError as error:  # a rank is lost; the training thread reports that
             self.failure = self.failure or first_line(error)
             return [self._rank]

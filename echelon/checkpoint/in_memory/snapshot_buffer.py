@@ -51,7 +51,7 @@ class SnapshotBuffer:
         """Allocate all memory now, so that a lack of memory is reported here. Raises ``MemoryError``."""
         size = SnapshotBuffer.size(room, nbytes)
         if size > (free := free_memory()) * (1 - _LEFT):
-            raise MemoryError(f"{size >> 20} MB are wanted and {free >> 20} MB are free")
+            raise MemoryError(f"the snapshot needs {size >> 20} MB and {free >> 20} MB are free")
         fd = os.memfd_create("echelon-copies")
         try:
             os.posix_fallocate(fd, 0, size)

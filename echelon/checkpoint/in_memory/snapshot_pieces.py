@@ -40,7 +40,7 @@ def pieces_of(name: str, value: Tensor | Part) -> list[tuple[TensorRegion, Tenso
     """Return the regions of the local tensor, each with a view of its values."""
     tensor = local_tensor(value).detach()
     if type(tensor) is not Tensor:
-        raise CheckpointError(f"'{name}' is a {type(tensor).__name__}, of which no copies can be kept")
+        raise CheckpointError(f"'{name}' is a {type(tensor).__name__}, which an in-memory snapshot cannot hold")
     refuse_unstorable(name, tensor)
     if isinstance(value, Part) and not value.layout.is_whole:
         return list(value.regions(name))
@@ -53,14 +53,14 @@ class PieceHolders:
 
     def __init__(self, tensors: Mapping[str, Tensor | Part], rank: int, group: dist.ProcessGroup | None) -> None:
         self._rank = rank
-        mine = {name: _mark(name, value) for name, value in tensors.items() if name.startswith("model.")}
-        everyone = gather_json(sorted(mine.values()), group) if group is not None else [list(mine.values())]
+        own = {name: _mark(name, value) for name, value in tensors.items() if name.startswith("model.")}
+        everyone = gather_json(sorted(own.values()), group) if group is not None else [list(own.values())]
         ranks: dict[int, list[int]] = {}
         for other, marks in enumerate(everyone):
             for mark in marks:
                 ranks.setdefault(mark, []).append(other)
-        self._alike = {name: tuple(ranks[mark]) for name, mark in mine.items()}
-        self._in_parts = {name for name in mine if isinstance(tensors[name], Part)}
+        self._alike = {name: tuple(ranks[mark]) for name, mark in own.items()}
+        self._in_parts = {name for name in own if isinstance(tensors[name], Part)}
 
     def of(self, name: str, value: Tensor | Part, parameter: str | None) -> tuple[int, ...]:
         """Return the ranks that hold the same value; tensors outside the model are held by this rank only.
@@ -84,15 +84,15 @@ def is_mine(pieces: Sequence[tuple[TensorRegion, tuple[int, ...]]], where: Snaps
     Pieces with the same holders are divided among the holders on this host, largest first, each to the least loaded.
     """
     load: dict[tuple[int, ...], dict[int, int]] = {}
-    mine = [False] * len(pieces)
+    own = [False] * len(pieces)
     for index in sorted(range(len(pieces)), key=lambda i: (-pieces[i][0].nbytes, pieces[i][0].name)):
         piece, holders = pieces[index]
         here = [other for other in holders if where.host_of(other) == where.here]
         loads = load.setdefault(holders, dict.fromkeys(here, 0))
         chosen = min(loads, key=lambda other: (loads[other], other))
         loads[chosen] += piece.nbytes
-        mine[index] = chosen == rank
-    return mine
+        own[index] = chosen == rank
+    return own
 
 
 def only_here(holders: Iterable[int], where: SnapshotHosts) -> bool:

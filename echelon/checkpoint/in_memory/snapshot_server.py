@@ -37,7 +37,7 @@ class RankSnapshot:
     rank: int
     engine: int
     table: list[Any]
-    bank: SnapshotBuffer
+    buffer: SnapshotBuffer
 
 
 class SnapshotServer:
@@ -65,12 +65,12 @@ class SnapshotServer:
         for caller in callers:
             _shut(caller)
         for each in kept:
-            each.bank.close()
+            each.buffer.close()
 
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return sum(SnapshotBuffer.size(kept.bank.room, kept.bank.nbytes) for kept in self._kept.values())
+            return sum(SnapshotBuffer.size(kept.buffer.room, kept.buffer.nbytes) for kept in self._kept.values())
 
     def _accept(self) -> None:
         while True:
@@ -131,35 +131,35 @@ class SnapshotServer:
             raise SnapshotProtocolError("no table")
         room, nbytes = _whole(message, "room", snapshot_wire.LONGEST), _whole(message, "nbytes", _MOST_BYTES)
         round_number, world, rank, engine = (_whole(message, name) for name in ("round", "world", "rank", "engine"))
-        bank = SnapshotBuffer.make(room, nbytes)
+        buffer = SnapshotBuffer.make(room, nbytes)
         with self._lock:
             if self._closed:
-                bank.close()
-                raise SnapshotRefusedError("the memory is closed")
-            kept = RankSnapshot(next(self._numbers), round_number, world, rank, engine, table, bank)
+                buffer.close()
+                raise SnapshotRefusedError("the snapshot server is closed")
+            kept = RankSnapshot(next(self._numbers), round_number, world, rank, engine, table, buffer)
             self._kept[kept.number] = kept
-        return {"bank": kept.number, "fd": bank.fd}
+        return {"bank": kept.number, "fd": buffer.fd}
 
     def _keep(self, caller: socket.socket, message: dict[str, Any]) -> Reply:
         """Receive a snapshot whose bytes follow, from a rank on another host."""
-        bank = self._bank(message).bank
+        buffer = self._snapshot_of(message).buffer
         seq, step, count = (_whole(message, name) for name in ("seq", "step", "bytes"))
         facts = message.get("facts")
-        if count > bank.nbytes or not seq or not isinstance(facts, str) or len(facts.encode()) > bank.room:
-            raise SnapshotProtocolError("a copy that does not fit")
+        if count > buffer.nbytes or not seq or not isinstance(facts, str) or len(facts.encode()) > buffer.room:
+            raise SnapshotProtocolError("a snapshot that does not fit")
         slot = seq % 2
-        bank.break_seal(slot)
-        begin = bank.data(slot)
+        buffer.break_seal(slot)
+        begin = buffer.data(slot)
         caller.settimeout(snapshot_wire.REST)
-        with memoryview(bank.memory) as memory, memory[begin : begin + count] as into:
+        with memoryview(buffer.memory) as memory, memory[begin : begin + count] as into:
             snapshot_wire.fill(caller, into)
         caller.settimeout(None)
-        bank.seal(slot, seq, step, facts.encode())
+        buffer.seal(slot, seq, step, facts.encode())
         return {"seq": seq}
 
     def _settle(self, _: socket.socket, message: dict[str, Any]) -> Reply:
         """Free older buffers: all ranks of this buffer's round have a complete snapshot in theirs."""
-        of = self._bank(message)
+        of = self._snapshot_of(message)
         with self._lock:
             same = [kept for kept in self._kept.values() if kept.engine == of.engine]
             old = [kept for kept in same if kept.round < of.round]
@@ -167,7 +167,7 @@ class SnapshotServer:
             for kept in old:
                 del self._kept[kept.number]
         for kept in old:
-            kept.bank.close()
+            kept.buffer.close()
         return {}
 
     def _list(self, *_: Any) -> Reply:
@@ -176,42 +176,42 @@ class SnapshotServer:
             return {"copies": [copy for kept in self._kept.values() for copy in _copies(kept)]}
 
     def _describe(self, _: socket.socket, message: dict[str, Any]) -> Reply:
-        kept, seq = self._bank(message), _whole(message, "seq")
-        sealed = kept.bank.sealed(seq % 2)
+        kept, seq = self._snapshot_of(message), _whole(message, "seq")
+        sealed = kept.buffer.sealed(seq % 2)
         if sealed is None or sealed.seq != seq:
-            raise SnapshotRefusedError("that copy is gone")
+            raise SnapshotRefusedError("the snapshot no longer exists")
         return {"table": kept.table, "facts": json.loads(sealed.facts)}
 
     def _read(self, caller: socket.socket, message: dict[str, Any]) -> None:
         """Send a range of bytes of a snapshot."""
-        kept, seq = self._bank(message), _whole(message, "seq")
+        kept, seq = self._snapshot_of(message), _whole(message, "seq")
         start, count = _whole(message, "start"), _whole(message, "bytes")
-        bank, slot = kept.bank, seq % 2
-        if start + count > bank.nbytes:
-            raise SnapshotRefusedError("there are no such bytes")
-        sealed = bank.sealed(slot)
+        buffer, slot = kept.buffer, seq % 2
+        if start + count > buffer.nbytes:
+            raise SnapshotRefusedError("the requested bytes lie outside the snapshot")
+        sealed = buffer.sealed(slot)
         if sealed is None or sealed.seq != seq:
-            raise SnapshotRefusedError("that copy is gone")
+            raise SnapshotRefusedError("the snapshot no longer exists")
         snapshot_wire.send(caller, {"bytes": count})
         caller.settimeout(snapshot_wire.REST)
         if count:
-            caller.sendfile(bank.file, bank.data(slot) + start, count)
+            caller.sendfile(buffer.file, buffer.data(slot) + start, count)
         caller.settimeout(None)
 
-    def _bank(self, message: dict[str, Any]) -> RankSnapshot:
+    def _snapshot_of(self, message: dict[str, Any]) -> RankSnapshot:
         with self._lock:
             kept = self._kept.get(_whole(message, "bank"))
         if kept is None:
-            raise SnapshotRefusedError("that bank is gone")
+            raise SnapshotRefusedError("the snapshot buffer no longer exists")
         return kept
 
 
 def _copies(kept: RankSnapshot) -> list[Reply]:
-    found = [kept.bank.sealed(slot) for slot in (0, 1)]
+    found = [kept.buffer.sealed(slot) for slot in (0, 1)]
     return [
         {
             "bank": kept.number, "round": kept.round, "world": kept.world, "rank": kept.rank,
-            "engine": kept.engine, "seq": sealed.seq, "step": sealed.step, "bytes": kept.bank.nbytes,
+            "engine": kept.engine, "seq": sealed.seq, "step": sealed.step, "bytes": kept.buffer.nbytes,
         }
         for sealed in found if sealed is not None
     ]  # fmt: skip
@@ -220,7 +220,7 @@ def _copies(kept: RankSnapshot) -> list[Reply]:
 def _whole(message: dict[str, Any], name: str, most: int = 1 << 62) -> int:
     value = message.get(name)
     if type(value) is not int or not 0 <= value <= most:
-        raise SnapshotProtocolError(f"no sensible '{name}'")
+        raise SnapshotProtocolError(f"a missing or invalid '{name}'")
     return value
 
 

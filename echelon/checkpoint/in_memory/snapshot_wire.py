@@ -1,13 +1,13 @@
-"""The protocol of snapshot servers: a length, a JSON object of that length, then bytes that the object announces."""
+"""The protocol of snapshot servers: a JSON head, then bytes that the head announces."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from typing import Any
 
 from echelon.base.job_secret import HandshakeError, prove
+from echelon.base.json_head import PREFIX, MalformedHeadError, parse_object, read_length, write_head
 
 #: The longest message in bytes; the table of a hundred thousand tensors is a third of it.
 LONGEST = 32 << 20
@@ -24,28 +24,24 @@ class SnapshotRefusedError(Exception):
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    text = json.dumps(message, separators=(",", ":")).encode()
-    if len(text) > LONGEST:
-        raise SnapshotRefusedError(f"a message of {len(text)} bytes is too long")
-    connection.sendall(len(text).to_bytes(4, "big") + text)
+    head = write_head(message)
+    if len(head) - PREFIX > LONGEST:
+        raise SnapshotRefusedError(f"a message of {len(head)} bytes is too long")
+    connection.sendall(head)
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
     """Return the next message; ``None`` if the other side closed the connection between two messages."""
-    first = connection.recv(4)
+    first = connection.recv(PREFIX)
     if not first:
         return None
     before = connection.gettimeout()
     connection.settimeout(REST)
-    length = int.from_bytes(first + _exactly(connection, 4 - len(first)), "big")
-    if length > LONGEST:
-        raise SnapshotProtocolError(f"a message of {length} bytes")
     try:
-        message = json.loads(_exactly(connection, length))
-    except (ValueError, RecursionError):
-        raise SnapshotProtocolError("a message that is not JSON") from None
-    if not isinstance(message, dict):
-        raise SnapshotProtocolError("a message that is not an object")
+        length = read_length(first + _exactly(connection, PREFIX - len(first)), LONGEST)
+        message = parse_object(_exactly(connection, length))
+    except MalformedHeadError as error:
+        raise SnapshotProtocolError(f"a message that is {error}") from None
     connection.settimeout(before)
     return message
 
@@ -56,7 +52,7 @@ def fill(connection: socket.socket, into: memoryview) -> None:
     while at < len(into):
         count = connection.recv_into(into[at:])
         if not count:
-            raise SnapshotProtocolError("it hung up in the middle")
+            raise SnapshotProtocolError("an incomplete message")
         at += count
 
 
@@ -66,7 +62,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(found) < count:
         piece = connection.recv(min(count - len(found), 1 << 16))
         if not piece:
-            raise SnapshotProtocolError("it hung up in the middle")
+            raise SnapshotProtocolError("an incomplete message")
         found += piece
     return bytes(found)
 
@@ -84,7 +80,7 @@ class SnapshotClient:
                 prove(self.connection, key)
         except HandshakeError as error:
             self.close()
-            raise SnapshotRefusedError(f"the memory at {address} was not reached: {error}") from None
+            raise SnapshotRefusedError(f"the snapshot server at {address} refused the connection: {error}") from None
         except OSError:
             self.close()
             raise
@@ -98,9 +94,9 @@ class SnapshotClient:
         try:
             reply = receive(self.connection)
         except SnapshotProtocolError as error:
-            raise ConnectionResetError(f"the memory at {self.address} sent {error}") from None
+            raise ConnectionResetError(f"the snapshot server at {self.address} sent {error}") from None
         if reply is None:
-            raise ConnectionResetError(f"the memory at {self.address} hung up")
+            raise ConnectionResetError(f"the snapshot server at {self.address} closed the connection")
         if "error" in reply:
             raise SnapshotRefusedError(str(reply["error"]))
         return reply
@@ -109,7 +105,7 @@ class SnapshotClient:
         try:
             fill(self.connection, into)
         except SnapshotProtocolError as error:
-            raise ConnectionResetError(f"the memory at {self.address}: {error}") from None
+            raise ConnectionResetError(f"the snapshot server at {self.address} sent {error}") from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -67,8 +67,8 @@ def _busy(load: float) -> str:
     """Return a note for the output if other processes load the machine, and warn; else return ""."""
     if load <= BUSY:
         return ""
-    words = f" on a busy machine ({load:.1f} processes of others for each core)"
-    _say(f"measuring{words}: figures will be worse than it is; better measure again when it is idle")
+    words = f" on a busy machine ({load:.1f} other processes for each core)"
+    _say(f"measuring{words}: figures will be too low; measure again when it is idle")
     return words
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from echelon.base.errors import EchelonError, UsageError
-from echelon.base.object_path import callable_at
+from echelon.base.errors import UsageError
+from echelon.base.object_path import callable_at, user_code
 from echelon.strategy.command_line import strategy_from
 
 if TYPE_CHECKING:
@@ -21,13 +21,8 @@ def run_explain(words: Sequence[str], model: str | None, ranks: int, ranks_per_h
 def model_from(place: str) -> nn.Module:
     """Return the model that ``package.module:callable`` or ``path/to/file.py:callable`` builds."""
     make = callable_at(place, "--model")
-    try:
+    with user_code("--model", place):
         model = make()
-    except EchelonError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"--model '{place}' failed with {reason}") from error
     from torch import nn
 
     if not isinstance(model, nn.Module):

@@ -26,7 +26,7 @@ USUAL = "adamw"
 
 
 def run_memory(
-    model: str, arguments: Sequence[str], *, as_json: bool = False, save: str | None = None, **words: Any
+    model: str, args: Sequence[str] | None, *, as_json: bool = False, save: str | None = None, **words: Any
 ) -> None:
     """Run the command.
 
@@ -37,7 +37,7 @@ def run_memory(
         check_name(asked.optimizer)  # report a typo before a script runs for minutes
     if asked.plan is not None:
         asked.by_plan(SavedPlan.load(asked.plan))
-    title, found = _of_script(asked, arguments) if is_script(model) else _of_model(asked)
+    title, found = _of_script(asked, args or []) if is_script(model) else _of_model(asked)
     if save is not None:
         _write(Path(save), found)
     print(json.dumps(found.to_json(), indent=1) if as_json else show(title, found))

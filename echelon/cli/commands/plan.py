@@ -36,7 +36,7 @@ def run_plan(asked: PlanOptions, *, explain: str | None, html: str | None, as_js
 
 def _use_of(path: str, model: str) -> str:
     if model.partition(":")[0] in DESCRIBED:
-        return f"'echelon plan --explain {path}' explains it (one that can be run is made from the model itself)"
+        return f"'echelon plan --explain {path}' explains it (a plan to run needs the model itself as MODEL)"
     return f"'echelon run --plan {path} SCRIPT' runs it"
 
 

@@ -12,8 +12,6 @@ from echelon.base.environment import PADDLE_SERVERS, PS_CA, PS_CERT, PS_CLIENT_C
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.security import Security
 from echelon.distributed.ps_role import find_role
-from echelon.parameter_server.server.process import end, serve
-from echelon.parameter_server.server.read_only import serve_checkpoint
 
 #: The environment variable that each option sets.
 VARIABLES = {"tls_cert": PS_CERT, "tls_key": PS_KEY, "tls_ca": PS_CA, "client_ca": PS_CLIENT_CA}
@@ -34,7 +32,9 @@ def serve_by_hand(
     security = Security.from_environment({**os.environ, **named}, token=token)
     listed = pservers or next((os.environ[name] for name in PADDLE_SERVERS if os.environ.get(name)), endpoint)
     if listed is None:
-        raise UsageError("which server is this? give --endpoint HOST:PORT, and --pservers where it is one of several")
+        raise UsageError(
+            "--endpoint is missing; give --endpoint HOST:PORT, and --pservers if there are several servers"
+        )
     role = find_role(
         role="server",
         pservers=listed,
@@ -43,6 +43,9 @@ def serve_by_hand(
         join_timeout=join_timeout,
         token=security.token,
     )
+    from echelon.parameter_server.server.process import end, serve  # after all options are checked: 0.7 s
+    from echelon.parameter_server.server.read_only import serve_checkpoint
+
     try:
         if read_only is not None:
             code = serve_checkpoint(role, Path(read_only), security)

@@ -32,8 +32,9 @@ _OF_A_JOB = (LOG_DIR, RECORD_DIR, PLAN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOC
 
 #: Note for scripts with their own loop, which do not call ``engine.step()``: the inputs that the reference run gets.
 OF_A_LOOP = (
-    "a loop of its own is given the batches of all ranks where they come from a loader, and their random numbers; what "
-    "it takes in from elsewhere is its own"
+    "a custom loop is given the batches of all ranks where they come from a loader, and their random numbers; its "
+    "other "
+    "inputs stay its own"
 )
 
 
@@ -82,7 +83,7 @@ def _compared(asked: VerifyOptions, question: VerifyRequest) -> Verdict:
     alone = replace(question, role="reference")
     _run_alone(asked, alone)
     if alone.noted("passes") is not None:
-        say("one process adds up other numbers of losses for an update: once more, in step with the ranks")
+        say("one process accumulates another number of losses for an update: repeating it with the ranks' number")
         _run_alone(asked, replace(alone, passes=int(alone.noted("passes") or 0)))
     plan, reference = question.answered("plan"), question.answered("reference")
     assert plan is not None
@@ -96,7 +97,7 @@ def _reconsidered(asked: VerifyOptions, room: str, verdict: Verdict) -> Verdict:
     Runs that differ only after the first step may differ by rounding errors, which some models and optimizers amplify.
     In float64 rounding errors stay small, but a bug does not. If the script fails in float64, the first verdict holds.
     """
-    say("the first step is the same and a later one is not: both runs again, in 64 bits, where rounding is no matter")
+    say("the first step is the same and a later one is not: repeating both runs in float64, without visible rounding")
     wide = Path(room, "wide")
     wide.mkdir()
     with contextlib.suppress(UsageError, RunsNotComparable):
@@ -176,24 +177,23 @@ def check_answer(asked: VerifyOptions, question: VerifyRequest, code: int, where
     if (asks_again or question.answered(question.role) is not None) and code == 0:
         return
     if code:
-        told = (question.answered("plan") or {}) if question.role == "reference" else {}
-        why = f": {OF_A_LOOP}" if told.get("own_loop") else ""
-        failed = _VerifyScriptFailed(f"verify: '{asked.script}' failed {where}; what it said is above{why}")
+        answer = (question.answered("plan") or {}) if question.role == "reference" else {}
+        why = f": {OF_A_LOOP}" if answer.get("own_loop") else ""
+        failed = _VerifyScriptFailed(f"verify: '{asked.script}' failed {where}; its output is above{why}")
         failed.on_ranks = question.role == "plan"
         raise failed
     taken = int(question.noted("steps") or 0)
     if not question.noted("begun"):
-        raise UsageError(
-            f"verify: '{asked.script}' never called echelon.distribute(), so that there is nothing to compare"
-        )
+        raise UsageError(f"verify: '{asked.script}' never called echelon.distribute(); there is nothing to compare")
     if not taken:
         raise UsageError(
             f"verify: '{asked.script}' ended without engine.step() or update(); let it train, or give it more data"
         )
     steps = f"{taken} steps" if taken > 1 else "1 step"
     raise UsageError(
-        f"verify: '{asked.script}' took {steps} {where}, and {asked.steps} were asked for; give --steps {taken}, or it "
-        "more data"
+        f"verify: '{asked.script}' took {steps} {where}, fewer than --steps {asked.steps}; give --steps {taken}, or "
+        "the "
+        "script more data"
     )
 
 

@@ -72,6 +72,6 @@ class ParquetColumns:
         lost = np.flatnonzero(~there)
         why = f"row {group.line + lost[0]}: no value in the label column '{label}'"
         if self._skipped is None:
-            raise DataError(f"{why}; mend it, or pass broken='skip' to leave such rows out")
+            raise DataError(f"{why}; repair it, or pass broken='skip' to leave such rows out")
         self._skipped.add(len(lost), f"{group.path}, {why}")
         return there

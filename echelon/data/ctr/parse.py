@@ -90,7 +90,7 @@ class TextBlockParser:
         for at, why in self._faults(lines, 0, self._names[block.path]):
             line = f"{block.path}, row {block.line + at}: {why}"
             if self._skipped is None:
-                raise DataError(f"{line}; mend the line, or pass broken='skip' to leave such lines out")
+                raise DataError(f"{line}; repair the line, or pass broken='skip' to leave such lines out")
             self._skipped.add(1, line)
             whole[at] = False
         good = [line for line, is_whole in zip(lines, whole, strict=True) if is_whole]

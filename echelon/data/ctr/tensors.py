@@ -68,7 +68,7 @@ def _numbers(column: pa.ChunkedArray) -> NDArray[np.float32]:
     kind = column.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise DataError(
-            f"a numeric column or label holds {kind}; name it in categorical=, or say positive= for a label"
+            f"a numeric column or label holds {kind}; name it in categorical=, or give positive= for a label"
         )
     numbers: NDArray[np.float32] = column.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
     return numbers  # missing values are NaN

@@ -130,7 +130,7 @@ class Progress:
 
     def __init__(self, files: int, aloud: bool) -> None:
         self._files, self._aloud = files, aloud
-        self._done = self._bytes = self._told = 0
+        self._done = self._bytes = self._logged_bytes = 0
         self._since = self._last = time.monotonic()
         self._lock = threading.Lock()
 
@@ -140,7 +140,7 @@ class Progress:
             now = time.monotonic()
             if now - self._last < PROGRESS_EVERY:
                 return
-            speed, self._told = (self._bytes - self._told) / (now - self._last), self._bytes
+            speed, self._logged_bytes = (self._bytes - self._logged_bytes) / (now - self._last), self._bytes
             self._last = now
         self._say(f"{self._done} of {self._files} files, {bytes_in_words(self._bytes)}, {speed / 1e6:.1f} MB/s")
 

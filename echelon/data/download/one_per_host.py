@@ -28,8 +28,8 @@ def one_per_host(world: World, work: Callable[[], None], stop: threading.Event) 
     pause = SHORTEST
     try:
         while True:
-            mine = _state(result, pause) if works else "done"
-            states = gather_json(mine, world.control)
+            own = _state(result, pause) if works else "done"
+            states = gather_json(own, world.control)
             _raise_first(states, world)
             if all(state == "done" for state in states):
                 return

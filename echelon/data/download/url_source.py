@@ -203,7 +203,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         if to not in WEB or (urlsplit(req.full_url).scheme == "https" and to != "https"):
             fp.close()
             raise DataError(
-                f"{redact_url(req.full_url)} sends us on to {redact_url(newurl)}, which is not safe; ask its owner"
+                f"{redact_url(req.full_url)} redirects to {redact_url(newurl)}, which is not safe; ask its owner"
             )
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
         token = req.get_header("Authorization")

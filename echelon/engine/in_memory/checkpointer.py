@@ -1,4 +1,4 @@
-"""``MemoryCheckpointer``: finds the in-memory snapshots of an engine at its start and takes them after its steps."""
+"""``MemoryCheckpointer``: takes the in-memory snapshots of an engine after its steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from echelon.engine.checkpointing import CheckpointManager
 from echelon.engine.consistency import ConsistencyChecker
 
 if TYPE_CHECKING:  # only a run with snapshots imports the modules that write and read them
-    from echelon.checkpoint import Stored
     from echelon.engine.in_memory.snapshot_writer import SnapshotWriter
 
 
 class MemoryCheckpointer:
-    """Takes and finds the in-memory snapshots of one engine.
+    """Takes the in-memory snapshots of one engine.
 
+    where:      launchers that hold the snapshots
     statistics: returns True if each replica has its own batch-norm statistics
     """
 
@@ -37,30 +37,6 @@ class MemoryCheckpointer:
         self._company = company
         self._statistics, self._say = statistics, say
         self.copies: SnapshotWriter | None = None  #: None before the first step
-
-    @staticmethod
-    def find(
-        world: World,
-        keeper: CheckpointManager,
-        company: ConsistencyChecker,
-        statistics: Callable[[], bool],
-        say: Callable[[str], None],
-    ) -> MemoryCheckpointer | None:
-        """Return a checkpointer if the launcher holds in-memory snapshots, else None."""
-        where = SnapshotHosts.for_next_engine()
-        return None if where is None else MemoryCheckpointer(where, world, keeper, company, statistics, say)
-
-    def newest(self, skipped: int = 0) -> Stored | None:
-        """Return the newest snapshot of an earlier round, unless the newest checkpoint is of a later step.
-
-        skipped: number of newer snapshots to skip
-        """
-        if self.where.round == 0:
-            return None
-        from echelon.engine.in_memory.memory_snapshot import newest
-
-        with self._company.explained():
-            return newest(self.where, self._keeper.newest_step(), self._world.control, self._world.rank, skipped)
 
     def after(self, step: int, at_once: bool = False) -> None:
         """Take a snapshot after ``step`` on all ranks if one is due; ``at_once``: take it in any case."""

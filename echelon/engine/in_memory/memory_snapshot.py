@@ -42,7 +42,7 @@ def newest(
     skipped: number of newer sets to skip
     """
     found = _search(where, at_least, skipped) if rank == 0 else None
-    with waiting("search for copies in memory", "", group):
+    with waiting("search for in-memory snapshots", "", group):
         told = _tell(found, group)
     return MemorySnapshot(told, where) if told is not None else None
 
@@ -76,7 +76,8 @@ class MemorySnapshot(Stored):
                         yield chunk, _fetch(line, chunk)
             except (OSError, SnapshotRefusedError) as error:
                 raise PeerLost(
-                    f"the copies at {self._where.hosts[host][0]} could not be read: {error}; look at that host"
+                    f"in-memory snapshots of host {self._where.hosts[host][0]} cannot be read: {error}; look at that "
+                    "host"
                 ) from None
 
 

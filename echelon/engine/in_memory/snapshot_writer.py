@@ -60,7 +60,7 @@ class PendingSnapshot:
         self.text = self.text or _encoded(self.facts)
         if len(self.text) > self.bank.room:
             raise SnapshotRefusedError(
-                f"{len(self.text)} bytes of facts do not fit into the {self.bank.room} left for them"
+                f"{len(self.text)} bytes of metadata do not fit into the {self.bank.room} left for them"
             )
         self.bank.seal(self.seq % 2, self.seq, self.step, self.text)
         return len(self.text)
@@ -176,7 +176,7 @@ class SnapshotWriter:
         own = sum(copied for host, (copied, _) in zip(hosts, everyone, strict=True) if host == here)
         kept = sum(sent for host, (_, sent) in zip(hosts, everyone, strict=True) if host == before != here)
         every = "every step" if self._where.every == 1 else f"every {self._where.every} steps"
-        return f"copies in memory: {size_text(2 * (own + kept))} on this host after {every}"
+        return f"in-memory snapshots: {size_text(2 * (own + kept))} on this host after {every}"
 
     def _look(self) -> None:
         """Find the tensors; open new buffers if names or sizes have changed."""
@@ -270,9 +270,11 @@ class SnapshotWriter:
         """Stop taking snapshots and log why. Training continues, and the last complete snapshots stay."""
         self._stopped = True
         if failure is not None and self._world.rank != 0:
-            say(f"rank {self._world.rank} keeps no more copies: {failure}")
+            say(f"in-memory snapshots disabled by rank {self._world.rank}: {failure}")
         ranks = ", ".join(map(str, failing))
-        self._say(f"no more copies in memory from step {self._step + 1} on: rank {ranks}: {failure or 'see its log'}")
+        self._say(
+            f"in-memory snapshots disabled from step {self._step + 1} on: rank {ranks}: {failure or 'see its log'}"
+        )
 
 
 def _encoded(facts: dict[str, Any]) -> bytes:

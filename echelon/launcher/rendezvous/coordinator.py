@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.formatting import things
+from echelon.base.heartbeat_monitor import HeartbeatMonitor
 from echelon.base.wait_notice import WaitNotice, say_wait
 from echelon.launcher.rendezvous.messages import (
     JoinRequest,
@@ -26,28 +27,25 @@ SUSPECT = 10 * BEAT
 ENDING = 15.0
 
 
-class HeartbeatMonitor:
-    """Measures the time since each host's last heartbeat in the store."""
+class HostHeartbeats(HeartbeatMonitor):
+    """The heartbeats of hosts, each a counter in the store."""
 
-    def __init__(self, line: StoreClient) -> None:
-        self._line = line
-        self._heard: dict[str, tuple[int, float]] = {}
+    def __init__(self, client: StoreClient) -> None:
+        super().__init__()
+        self._client = client
 
-    def silence(self, token: str) -> float:
-        """Return the seconds since the host's heartbeat counter changed."""
-        beats, now = self._line.add(f"beat/{token}", 0), time.monotonic()
-        if self._heard.get(token, (-1, 0.0))[0] != beats:
-            self._heard[token] = beats, now
-        return now - self._heard[token][1]
+    def silence(self, peer: Hashable) -> float:
+        """Return the seconds since the counter of the host with this token changed."""
+        return 0.0 if self.hear(peer, self._client.add(f"beat/{peer}", 0)) else super().silence(peer)
 
     def first_silent(self, hosts: Sequence[RendezvousHost], seconds: float) -> RendezvousHost | None:
         return next((host for host in hosts if self.silence(host.token) > seconds), None)
 
 
 class RoundCoordinator:
-    def __init__(self, line: StoreClient, terms: RendezvousConfig) -> None:
-        self._line, self._terms = line, terms
-        self.pulse = HeartbeatMonitor(line)
+    def __init__(self, client: StoreClient, config: RendezvousConfig) -> None:
+        self._client, self._config = client, config
+        self.heartbeats = HostHeartbeats(client)
         self._tokens: list[str] = []
         self._newest = (0, 0.0)
         self._running = False
@@ -55,7 +53,7 @@ class RoundCoordinator:
     def call(self, round_: int, last: Sequence[RendezvousHost]) -> RoundMembers:
         """Wait until the round is complete. Hosts of the ``last`` round are waited for while they may be alive."""
         self._running = bool(last)
-        notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
+        notice = WaitNotice("this launcher", self._config.join_timeout, component="launcher", say=say_wait)
         began, most_here = time.monotonic(), 0
         newest = began
         while True:
@@ -65,12 +63,12 @@ class RoundCoordinator:
             awaited, now = self._awaited(here, last, began), time.monotonic()
             if len(here) > most_here:
                 most_here, newest = len(here), now
-            if not awaited and len(here) >= self._terms.least:
-                called_last = now - newest >= self._terms.last_call or len(here) >= self._terms.most
+            if not awaited and len(here) >= self._config.least:
+                called_last = now - newest >= self._config.last_call or len(here) >= self._config.most
                 if last or called_last:
                     self._running = True
                     return self._line_up(here)
-            if not awaited and now - began > self._terms.join_timeout:
+            if not awaited and now - began > self._config.join_timeout:
                 raise self._too_few([arrival.host for arrival in here])
             notice.look(self._lacking([arrival.host for arrival in here]))
             time.sleep(POLL)
@@ -79,85 +77,85 @@ class RoundCoordinator:
         """Return the hosts that are ready for this round and alive, in the order in which they came to the store."""
         found = []
         for token in self.known():
-            text = None if token in without else self._line.find(f"ready/{token}")
+            text = None if token in without else self._client.find(f"ready/{token}")
             if text is not None and (arrival := JoinRequest.from_json(text)).round == round_:
                 found.append(arrival)
-        return [one for one in found if self.pulse.silence(one.host.token) < SUSPECT and self._fits(one.host)]
+        return [one for one in found if self.heartbeats.silence(one.host.token) < SUSPECT and self._fits(one.host)]
 
     def joiners(self, round_: int, members: Sequence[RendezvousHost]) -> list[RendezvousHost]:
         """Return the hosts that wait to join a running round; none before ``last_call`` seconds without another."""
-        if (room := self._terms.most - len(members)) <= 0:
+        if (room := self._config.most - len(members)) <= 0:
             return []
         waiting = [one.host for one in self.arrivals(round_, {host.token for host in members})]
         count, since = self._newest
         if len(waiting) != count:
             count, since = self._newest = len(waiting), time.monotonic()
-        called_last = time.monotonic() - since >= self._terms.last_call or count >= room
+        called_last = time.monotonic() - since >= self._config.last_call or count >= room
         return waiting[:room] if called_last else []
 
     def known(self) -> list[str]:
         """Return the tokens of all hosts that have come to this store and have not left it."""
-        count = self._line.add("lobby", 0)
+        count = self._client.add("lobby", 0)
         while len(self._tokens) < count:
-            token = self._line.find(f"lobby/{len(self._tokens)}")
+            token = self._client.find(f"lobby/{len(self._tokens)}")
             if token is None:  # the host has its number, and sets its token in a moment
                 break
             self._tokens.append(token.decode())
-        return [token for token in self._tokens if not self._line.check(f"gone/{token}")]
+        return [token for token in self._tokens if not self._client.check(f"gone/{token}")]
 
     def _awaited(self, here: Sequence[JoinRequest], last: Sequence[RendezvousHost], began: float) -> bool:
         """Return True if a living host has not arrived yet: one of the last round, or one that waited to join."""
         came, known = {arrival.host.token for arrival in here}, self.known()
         waited = time.monotonic() - began
-        if waited < self._terms.grace + ENDING:
+        if waited < self._config.grace + ENDING:
             for host in last:
-                gone = host.token in came or self._line.check(f"gone/{host.token}")
+                gone = host.token in came or self._client.check(f"gone/{host.token}")
                 # A host that has not found this store yet may still be ending its ranks of the last round
-                patience = SUSPECT if host.token in known else self._terms.host_timeout
-                if not gone and self.pulse.silence(host.token) < patience:
+                patience = SUSPECT if host.token in known else self._config.host_timeout
+                if not gone and self.heartbeats.silence(host.token) < patience:
                     return True
         others = [token for token in known if token not in came]
-        return waited < SUSPECT and any(self.pulse.silence(token) < SUSPECT for token in others)
+        return waited < SUSPECT and any(self.heartbeats.silence(token) < SUSPECT for token in others)
 
     def _fits(self, host: RendezvousHost) -> bool:
         """Return False, and refuse the host, if it comes with another --nnodes to a running job."""
-        if host.hosts == self._terms.nnodes or not self._running:
+        if host.hosts == self._config.nnodes or not self._running:
             return True
-        self._line.set(
+        self._client.set(
             f"refused/{host.token}",
-            f"the job here runs with --nnodes {self._terms.nnodes}, but {host.name} says --nnodes {host.hosts}; "
+            f"the job here runs with --nnodes {self._config.nnodes}, but {host.name} says --nnodes {host.hosts}; "
             "give all the same",
         )
         return False
 
     def _line_up(self, here: Sequence[JoinRequest]) -> RoundMembers:
         number = 1 + max(arrival.number for arrival in here)
-        staying = sorted(here, key=lambda arrival: arrival.place is None)[: self._terms.most]
+        staying = sorted(here, key=lambda arrival: arrival.place is None)[: self._config.most]
         restarts = max(arrival.restarts for arrival in staying)
         order = (
             order_elastic_hosts(staying)
-            if self._terms.elastic
+            if self._config.elastic
             else order_hosts([_seated(arrival) for arrival in staying])
         )
         return RoundMembers(tuple(order), number, restarts)
 
     def _lacking(self, here: Sequence[RendezvousHost]) -> str:
         """Return text about the missing hosts, for a launcher that waits; '' if enough are here."""
-        terms, names = self._terms, ", ".join(host.name for host in here)
-        if len(here) >= terms.least:
+        config, names = self._config, ", ".join(host.name for host in here)
+        if len(here) >= config.least:
             return ""
-        count = f"{terms.least - len(here)} of {terms.least}{' or more' if terms.elastic else ''} hosts"
-        return f"{count} to come to {self._line.where} (here: {names}), by the same command there"
+        count = f"{config.least - len(here)} of {config.least}{' or more' if config.elastic else ''} hosts"
+        return f"{count} to come to {self._client.where} (here: {names}); start the same command there"
 
     def _too_few(self, here: Sequence[RendezvousHost]) -> PeerLost:
-        terms, names = self._terms, ", ".join(host.name for host in here)
-        within = f"to {self._line.where} within {terms.join_timeout:g} s ({names})"
-        if terms.elastic:
+        config, names = self._config, ", ".join(host.name for host in here)
+        within = f"to {self._client.where} within {config.join_timeout:g} s ({names})"
+        if config.elastic:
             came = f"{things(len(here), 'host')} came {within}"
-            need = f"--nnodes {terms.nnodes} needs {terms.least}"
+            need = f"--nnodes {config.nnodes} needs {config.least}"
             return PeerLost(f"{came}, but {need}; start the same command on others, or give --join-timeout")
         return PeerLost(
-            f"{len(here)} of {terms.most} hosts came {within}; "
+            f"{len(here)} of {config.most} hosts came {within}; "
             "start the same command on the others, or give --join-timeout"
         )
 

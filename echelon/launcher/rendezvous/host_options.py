@@ -30,14 +30,16 @@ def _node_count(env: Mapping[str, str]) -> int:
     for name in PADDLE_HOSTS:
         if text := env.get(name, ""):
             if not text.isdigit():
-                raise UsageError(f"{name} must be the number of hosts, but it is '{text}' in the environment")
+                raise UsageError(
+                    f"{name}='{text}': expected the number of hosts; correct this environment variable, or unset it"
+                )
             return int(text)
     return 1
 
 
 def at_least(least: int, option: str, value: int) -> None:
     if value < least:
-        raise UsageError(f"{option} {value} makes no job; it must be {least} or more")
+        raise UsageError(f"{option} {value}: expected {least} or more")
 
 
 def check_node_rank(node_rank: int | None, hosts: int) -> None:
@@ -49,16 +51,16 @@ def meeting_points(master: str | None, hosts: int) -> tuple[tuple[str, int], ...
     if master is None:
         if hosts > 1:
             raise UsageError(
-                f"a job on {hosts} hosts needs a place to meet; give every host the same --master HOST:PORT, "
-                "HOST being one of them"
+                f"a job on {hosts} hosts needs a rendezvous address; give every host the same --master HOST:PORT, "
+                "where HOST is one of them"
             )
         return ()
     points = tuple(_meeting_point(place.strip()) for place in master.split(","))
     if len(set(points)) < len(points):
-        raise UsageError(f"--master {master} names a place twice; name each once")
+        raise UsageError(f"--master {master} names an address twice; name each once")
     if hosts > 1 and find_token() is None and not all(_is_loopback(address) for address, _ in points):
         raise UsageError(
-            f"a job on several hosts needs a secret that all know: export {TOKEN}=... (any long random text, the same "
+            f"a job on several hosts needs a shared secret; export {TOKEN}=... (any long random text, the same "
             f"on every host), or {TOKEN_FILE}"
         )
     return points

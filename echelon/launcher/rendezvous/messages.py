@@ -53,16 +53,16 @@ class RendezvousHost:
     extras: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def read(card: Mapping[str, Any]) -> RendezvousHost:
+    def read(fields: Mapping[str, Any]) -> RendezvousHost:
         return RendezvousHost(
-            token=str(card["token"]),
-            name=str(card["name"]),
-            address=str(card["address"]),
-            endpoints=tuple(str(item) for item in card["endpoints"]),
-            hosts=str(card["hosts"]),
-            node_rank=None if card["node_rank"] is None else int(card["node_rank"]),
-            serves=bool(card["serves"]),
-            extras={str(name): str(value) for name, value in card["extras"].items()},
+            token=str(fields["token"]),
+            name=str(fields["name"]),
+            address=str(fields["address"]),
+            endpoints=tuple(str(item) for item in fields["endpoints"]),
+            hosts=str(fields["hosts"]),
+            node_rank=None if fields["node_rank"] is None else int(fields["node_rank"]),
+            serves=bool(fields["serves"]),
+            extras={str(name): str(value) for name, value in fields["extras"].items()},
         )
 
 
@@ -87,7 +87,7 @@ class JoinRequest:
             host = RendezvousHost.read(given["host"])
             return JoinRequest(int(given["round"]), host, place, int(given["number"]), int(given["restarts"]))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise stranger() from None
+            raise foreign_message() from None
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class RoundMembers:
     def place_of(self, token: str) -> int | None:
         return next((place for place, host in enumerate(self.hosts) if host.token == token), None)
 
-    def news(self, before: RoundMembers, name: str, failure: Failure | None) -> str:
+    def changes(self, before: RoundMembers, name: str, failure: Failure | None) -> str:
         """Return a line about hosts lost and joined since the last round, or ''. ``name`` is this host's."""
-        old, new = ({host.token: host.name for host in lineup.hosts} for lineup in (before, self))
+        old, new = ({host.token: host.name for host in members.hosts} for members in (before, self))
         gone = [name for token, name in old.items() if token not in new]
         come = [name for token, name in new.items() if token not in old]
         if not self.number or not (gone or come):
@@ -126,11 +126,11 @@ class RoundMembers:
     def from_json(text: bytes) -> RoundMembers:
         try:
             given = json.loads(text)
-            hosts = tuple(RendezvousHost.read(card) for card in given["hosts"])
+            hosts = tuple(RendezvousHost.read(host) for host in given["hosts"])
             number, restarts = int(given["number"]), int(given["restarts"])
             return RoundMembers(hosts, number, restarts, str(given["refusal"]), bool(given["mistake"]))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise stranger() from None
+            raise foreign_message() from None
 
 
 @dataclass(frozen=True)
@@ -159,39 +159,39 @@ class RoundOutcome:
             failure = Failure.from_json(given["failure"])
             return RoundOutcome(failure, bool(given["again"]), given["cause"], bool(given["counted"]))
         except (ValueError, KeyError, TypeError):
-            raise stranger() from None
+            raise foreign_message() from None
 
 
 def host_failure(host: str, message: str, exit_code: int) -> Failure:
     return Failure(-1, 0, host, 0, exit_code, time.time(), message=message)
 
 
-def stranger() -> PeerLost:
-    return PeerLost("something that is not a launcher of this job writes to its store")
+def foreign_message() -> PeerLost:
+    return PeerLost("the store of this job has a message from another program; choose another port for --master")
 
 
-def order_hosts(cards: Sequence[RendezvousHost]) -> list[RendezvousHost]:
+def order_hosts(hosts: Sequence[RendezvousHost]) -> list[RendezvousHost]:
     """Order the hosts: by --node-rank if given; else the serving host first, then by address and arrival."""
     places: dict[int, RendezvousHost] = {}
-    for card in cards:
-        if card.node_rank is not None:
-            if other := places.get(card.node_rank):
+    for host in hosts:
+        if host.node_rank is not None:
+            if other := places.get(host.node_rank):
                 raise UsageError(
-                    f"--node-rank {card.node_rank} was given on two hosts, {other.name} and {card.name}; "
+                    f"--node-rank {host.node_rank} was given on two hosts, {other.name} and {host.name}; "
                     "give each host its own, or none"
                 )
-            places[card.node_rank] = card
-    rest = sorted((card for card in cards if card.node_rank is None), key=lambda c: (not c.serves, c.address))
-    free = (place for place in range(len(cards)) if place not in places)
+            places[host.node_rank] = host
+    rest = sorted((host for host in hosts if host.node_rank is None), key=lambda c: (not c.serves, c.address))
+    free = (place for place in range(len(hosts)) if place not in places)
     places |= dict(zip(free, rest, strict=True))
-    return [places[place] for place in range(len(cards))]
+    return [places[place] for place in range(len(hosts))]
 
 
-def check_same_nnodes(cards: Sequence[RendezvousHost]) -> None:
+def check_same_nnodes(hosts: Sequence[RendezvousHost]) -> None:
     """Raise ``UsageError`` unless every host was given the same --nnodes."""
-    for card in cards:
-        if card.hosts != cards[0].hosts:
-            names = f"{cards[0].name} says --nnodes {cards[0].hosts}, {card.name} says --nnodes {card.hosts}"
+    for host in hosts:
+        if host.hosts != hosts[0].hosts:
+            names = f"{hosts[0].name} says --nnodes {hosts[0].hosts}, {host.name} says --nnodes {host.hosts}"
             raise UsageError(f"the hosts disagree on their number: {names}; give all the same")
 
 

@@ -65,7 +65,7 @@ class WorkersStore:
 def open_rendezvous(
     job: Job, address: str, extras: Callable[[], Mapping[str, str]], say: Callable[[str], None]
 ) -> LauncherRendezvous:
-    terms = RendezvousConfig(
+    config = RendezvousConfig(
         least=job.fewest,
         most=job.nnodes,
         elastic=job.elastic is not None,
@@ -78,10 +78,10 @@ def open_rendezvous(
     )
     meet = _at_home if job.nnodes == 1 else MasterEndpoints(job)
     name = socket.gethostname()
-    presence = RendezvousParticipant(
-        meet, terms, name=name, address=address, node_rank=job.options.node_rank, extras=extras, say=say
+    participant = RendezvousParticipant(
+        meet, config, name=name, address=address, node_rank=job.options.node_rank, extras=extras, say=say
     )
-    return LauncherRendezvous(presence, terms)
+    return LauncherRendezvous(participant, config)
 
 
 def _at_home() -> RendezvousStore:
@@ -128,7 +128,7 @@ class MasterEndpoints:
                 if network.is_local(self._places[at][0]) or self._answers(at):
                     return at
                 time.sleep(POLL)
-        raise PeerLost("nobody answers at any place of --master any more; look at the consoles of the other hosts")
+        raise PeerLost("no address of --master answers any more; look at the consoles of the other hosts")
 
     def _answers(self, at: int) -> bool:
         address, port = self._places[at]
@@ -152,7 +152,7 @@ class MasterEndpoints:
         except OSError as error:
             _take_in_sign(port)
             if error.errno != errno.EADDRINUSE:
-                raise UsageError(f"{where} cannot be served: {error.strerror}") from None
+                raise UsageError(f"{where}: cannot listen there: {error.strerror}") from None
             raise UsageError(
                 f"{where}: the port is in use on this host by another program; choose another, the same on every host"
             ) from None
@@ -168,7 +168,7 @@ class MasterEndpoints:
             time.sleep(POLL)
         way, found = local_store_endpoint(address, port, self._token), list[Store]()
         caller = threading.Thread(target=_call, args=(*way, found), daemon=True)
-        foreign = f"the launcher at --master {address}:{port}, where a program listens that does not answer as one"
+        foreign = f"the launcher at --master {address}:{port}; the program that listens there does not answer as one"
         with _no_stack_traces() as console:
             notice = self._notice(lambda line, _: print(f"echelon: {line}", file=console))
             caller.start()
@@ -176,19 +176,21 @@ class MasterEndpoints:
                 notice.look(foreign)
                 time.sleep(POLL)
         if not found:
-            raise PeerLost(f"what answers at --master {address}:{port} is not a launcher; choose another port")
+            raise PeerLost(
+                f"--master {address}:{port}: the program that listens there is not a launcher; choose another port"
+            )
         return found[0]
 
     def _notice(self, say: Say = say_wait) -> WaitNotice:
         return WaitNotice("this launcher", self._job.options.join_timeout, component="launcher", say=say)
 
     def _silent(self, address: str, port: int) -> str:
-        return f"--master {address}:{port} to answer, by the same command on that host"
+        return f"--master {address}:{port} to answer; start the same command on that host"
 
     def _nobody(self, place: tuple[str, int]) -> PeerLost:
         needed = self._job.elastic or self._job.nnodes
         return PeerLost(
-            f"1 of {needed} hosts came: nobody answers at --master {place[0]}:{place[1]} within "
+            f"1 of {needed} hosts came: --master {place[0]}:{place[1]} has not answered for "
             f"{self._job.options.join_timeout:g} s; start the same command on that host"
         )
 
@@ -203,7 +205,7 @@ def _hang_out_sign(port: int) -> bool:
         return True
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sign.bind(f"\0echelon-muster-{port}")
+        sign.bind(f"\0echelon-rendezvous-{port}")
     except OSError as error:
         sign.close()
         return error.errno != errno.EADDRINUSE

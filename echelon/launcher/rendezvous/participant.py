@@ -34,12 +34,12 @@ class SpareHostReleased(Exception):
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """An open store with its endpoint; ``serves``: this process serves it. ``stand_ins``: number of other endpoints."""
+    """An open store with its endpoint; ``serves``: this process serves it. ``fallbacks``: number of other endpoints."""
 
     store: Store
     where: str
     serves: bool
-    stand_ins: int = 0
+    fallbacks: int = 0
 
 
 class RendezvousParticipant:
@@ -52,7 +52,7 @@ class RendezvousParticipant:
     def __init__(
         self,
         meet: Callable[[], RendezvousStore],
-        terms: RendezvousConfig,
+        config: RendezvousConfig,
         *,
         name: str,
         address: str,
@@ -60,18 +60,18 @@ class RendezvousParticipant:
         extras: Callable[[], Mapping[str, str]],
         say: Callable[[str], None],
     ) -> None:
-        self._meet, self._terms, self._extras, self._say = meet, terms, extras, say
-        self._card = RendezvousHost("", name, address, (), terms.nnodes, node_rank, False)
+        self._meet, self._config, self._extras, self._say = meet, config, extras, say
+        self._host = RendezvousHost("", name, address, (), config.nnodes, node_rank, False)
         self._past: tuple[int | None, int, int] = (None, -1, 0)  # place, number and restarts of the last round
-        self._told_of_reserve = False
+        self._is_reserve_announced = False
         self._moving = False
-        self.lineup = RoundMembers()
-        self.line: StoreClient
+        self.members = RoundMembers()
+        self.client: StoreClient
         self._open()
 
     @property
     def token(self) -> str:
-        return self._card.token
+        return self._host.token
 
     @property
     def restarts(self) -> int:
@@ -84,34 +84,35 @@ class RendezvousParticipant:
             self._open()
         elif self._given_up():
             self._enter()
-        self.lineup = self._call_roll() if self.roll else self._await_roll()
-        self._past = self.lineup.place_of(self.token), self.lineup.number, self.lineup.restarts
-        return self.lineup
+        self.members = self._form_round() if self.coordinator else self._await_round()
+        self._past = self.members.place_of(self.token), self.members.number, self.members.restarts
+        return self.members
 
     def move(self) -> None:
         """Use the next endpoint of --master in the next round."""
         self._moving = True
 
-    def accept(self, verdict: RoundOutcome) -> None:
+    def accept(self, outcome: RoundOutcome) -> None:
         """Accept the outcome of the round; if the host that serves the store leaves, use the next endpoint."""
         place, number, restarts = self._past
-        self._past = place, number, restarts + verdict.counted
-        if verdict.cause == "leaving" and any(self._has_gone(host) for host in self.lineup.hosts if host.serves):
+        self._past = place, number, restarts + outcome.counted
+        if outcome.cause == "leaving" and any(self._has_gone(host) for host in self.members.hosts if host.serves):
             self._moving = True
 
     def depart(self, line: str = "", goes_on: bool = False) -> None:
         """Leave. The serving host waits until the others have left; they use another endpoint if the job goes on."""
-        self.line.set(f"gone/{self.token}", "1")
-        if self.roll is None:
+        self.client.set(f"gone/{self.token}", "1")
+        if self.coordinator is None:
             return
-        if not self.line.check(self.key("lineup")):
-            self.line.set(
-                self.key("lineup"), RoundMembers(refusal=line or "the launcher that called us left").to_json()
+        if not self.client.check(self.key("members")):
+            self.client.set(
+                self.key("members"), RoundMembers(refusal=line or "the launcher of the first host has left").to_json()
             )
-        self.line.set("moved" if goes_on else "over", line)
+        self.client.set("moved" if goes_on else "over", line)
         deadline = time.monotonic() + FAREWELL
+        heartbeats = self.coordinator.heartbeats
         while time.monotonic() < deadline and any(
-            self.roll.pulse.silence(token) < SUSPECT for token in self.roll.known()
+            heartbeats.silence(each) < SUSPECT for each in self.coordinator.known()
         ):
             time.sleep(POLL)
 
@@ -119,97 +120,99 @@ class RendezvousParticipant:
         return f"round-{self.round}/{name}"
 
     def _has_gone(self, host: RendezvousHost) -> bool:
-        return self.line.check(f"gone/{host.token}")
+        return self.client.check(f"gone/{host.token}")
 
     def _given_up(self) -> bool:
         """Return True if this host was frozen and is taken for lost."""
-        return self.line.check(f"gone/{self.token}")
+        return self.client.check(f"gone/{self.token}")
 
     def _open(self) -> None:
         if self._moving:
             with contextlib.suppress(StoreGone):  # if the store still works, the serving host waits for us to leave
-                self.line.set(f"gone/{self.token}", "1")
-            self.line.close()
+                self.client.set(f"gone/{self.token}", "1")
+            self.client.close()
         meeting = self._meet()
-        self.stand_ins, self._moving, self.round = meeting.stand_ins, False, -1
-        self.line = StoreClient(meeting.store, meeting.where, self._terms.host_timeout)
-        self.roll = RoundCoordinator(self.line, self._terms) if meeting.serves else None
-        self._card = dataclasses.replace(self._card, serves=meeting.serves)
+        self.fallbacks, self._moving, self.round = meeting.fallbacks, False, -1
+        self.client = StoreClient(meeting.store, meeting.where, self._config.host_timeout)
+        self.coordinator = RoundCoordinator(self.client, self._config) if meeting.serves else None
+        self._host = dataclasses.replace(self._host, serves=meeting.serves)
         # The host that served the last store is the one that was lost
-        self.lineup = dataclasses.replace(
-            self.lineup, hosts=tuple(host for host in self.lineup.hosts if not host.serves)
+        self.members = dataclasses.replace(
+            self.members, hosts=tuple(host for host in self.members.hosts if not host.serves)
         )
         self._enter()
 
     def _enter(self) -> None:
         """Register at this store with a token that has not been given up; the old token is kept if possible."""
         token = self.token
-        if not token or self.line.check(f"gone/{token}"):
+        if not token or self.client.check(f"gone/{token}"):
             token = uuid.uuid4().hex
             self._past = (None, *self._past[1:])
-        self._card = dataclasses.replace(self._card, token=token)
-        self.line.set(f"lobby/{self.line.add('lobby', 1) - 1}", token)
-        self.line.beat_as(token)
+        self._host = dataclasses.replace(self._host, token=token)
+        self.client.set(f"lobby/{self.client.add('lobby', 1) - 1}", token)
+        self.client.beat_as(token)
 
     def _arrive(self, round_: int) -> None:
-        ports = network.free_ports(self._card.address, self._terms.procs)
-        endpoints = tuple(network.endpoint(self._card.address, port) for port in ports)
-        self._card = dataclasses.replace(self._card, endpoints=endpoints, extras=dict(self._extras()))
-        self.line.set(f"ready/{self.token}", JoinRequest(round_, self._card, *self._past).to_json())
+        ports = network.free_ports(self._host.address, self._config.procs)
+        endpoints = tuple(network.endpoint(self._host.address, port) for port in ports)
+        self._host = dataclasses.replace(self._host, endpoints=endpoints, extras=dict(self._extras()))
+        self.client.set(f"ready/{self.token}", JoinRequest(round_, self._host, *self._past).to_json())
 
-    def _call_roll(self) -> RoundMembers:
-        assert self.roll is not None
+    def _form_round(self) -> RoundMembers:
+        assert self.coordinator is not None
         self.round += 1
-        self.line.set("round", str(self.round))
+        self.client.set("round", str(self.round))
         self._arrive(self.round)
         try:
-            lineup = self.roll.call(self.round, self.lineup.hosts)
+            members = self.coordinator.call(self.round, self.members.hosts)
         except StoreGone:
             raise
         except EchelonError as error:
-            self.line.set(self.key("lineup"), as_refusal(error).to_json())
+            self.client.set(self.key("members"), as_refusal(error).to_json())
             raise
-        self.line.set(self.key("lineup"), lineup.to_json())
-        return lineup
+        self.client.set(self.key("members"), members.to_json())
+        return members
 
-    def _await_roll(self) -> RoundMembers:
+    def _await_round(self) -> RoundMembers:
         """Wait for the members of the next round by polling, because a blocking call would delay signals."""
-        deadline, arrived = time.monotonic() + self._terms.join_timeout, self.round
-        notice = WaitNotice("this launcher", self._terms.join_timeout, component="launcher", say=say_wait)
+        deadline, arrived = time.monotonic() + self._config.join_timeout, self.round
+        notice = WaitNotice("this launcher", self._config.join_timeout, component="launcher", say=say_wait)
         while True:
-            current = int(self.line.find("round") or -1)
+            current = int(self.client.find("round") or -1)
             if current > arrived:
                 self._arrive(current)
                 arrived = current
-            text = self.line.find(f"round-{current}/lineup") if current > self.round else None
+            text = self.client.find(f"round-{current}/members") if current > self.round else None
             if text is not None:
-                lineup = RoundMembers.from_json(text)
-                if lineup.refusal:
-                    raise (UsageError if lineup.mistake else PeerLost)(lineup.refusal)
-                if lineup.place_of(self.token) is not None:
+                members = RoundMembers.from_json(text)
+                if members.refusal:
+                    raise (UsageError if members.mistake else PeerLost)(members.refusal)
+                if members.place_of(self.token) is not None:
                     self.round = current
-                    return lineup
-                self._stay_in_reserve(lineup, deadline)
+                    return members
+                self._stay_in_reserve(members, deadline)
             else:
-                notice.look(f"the launcher at {self.line.where} to have all {self._terms.nnodes} hosts together")
+                notice.look(f"the launcher at {self.client.where} to have all {self._config.nnodes} hosts together")
             time.sleep(POLL)
 
-    def _stay_in_reserve(self, lineup: RoundMembers, deadline: float) -> None:
-        if (refusal := self.line.find(f"refused/{self.token}")) is not None:
+    def _stay_in_reserve(self, members: RoundMembers, deadline: float) -> None:
+        if (refusal := self.client.find(f"refused/{self.token}")) is not None:
             raise UsageError(refusal.decode())
-        if self.line.check("moved"):
-            raise StoreGone(f"the launcher at {self.line.where} has left")
-        if (over := self.line.find("over")) is not None:
+        if self.client.check("moved"):
+            raise StoreGone(f"the launcher at {self.client.where} has left")
+        if (over := self.client.find("over")) is not None:
             if over:
-                raise PeerLost(f"the job at {self.line.where} has ended: {over.decode()}")
-            raise SpareHostReleased(f"the job at {self.line.where} has ended and did not need this host")
-        if len(lineup.hosts) < self._terms.most:
+                raise PeerLost(f"the job at {self.client.where} has ended: {over.decode()}")
+            raise SpareHostReleased(f"the job at {self.client.where} has ended and did not need this host")
+        if len(members.hosts) < self._config.most:
             return
-        if not self._terms.elastic and time.monotonic() > deadline:
+        if not self._config.elastic and time.monotonic() > deadline:
             raise PeerLost(
-                f"the job at {self.line.where} has all its {self._terms.most} hosts already and did not need this one "
-                f"within {self._terms.join_timeout:g} s; for another job choose another port"
+                f"the job at {self.client.where} has all its {self._config.most} hosts already and did not need this "
+                f"one within {self._config.join_timeout:g} s; for another job choose another port"
             )
-        if self._terms.elastic and not self._told_of_reserve:
-            self._told_of_reserve = True
-            self._say(f"the job at {self.line.where} has all its {self._terms.most} hosts; this one waits in reserve")
+        if self._config.elastic and not self._is_reserve_announced:
+            self._is_reserve_announced = True
+            self._say(
+                f"the job at {self.client.where} has all its {self._config.most} hosts; this one waits in reserve"
+            )

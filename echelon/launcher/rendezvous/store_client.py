@@ -97,7 +97,7 @@ class StoreClient:
         return answer
 
     def _lost(self) -> StoreGone:
-        return StoreGone(f"the launcher at {self.where} does not answer any more; look at its console")
+        return StoreGone(f"the launcher at {self.where} no longer answers; look at its console")
 
     def _serve(self) -> None:
         beaten = 0.0
@@ -139,7 +139,7 @@ class RoundStore(Store):
         deadline = time.monotonic() + patience
         while not self.check(keys):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{', '.join(keys)} did not come within {patience:g} s")
+                raise RuntimeError(f"{', '.join(keys)}: not set within {patience:g} s")
             time.sleep(POLL)
 
     def add(self, key: str, amount: int) -> int:

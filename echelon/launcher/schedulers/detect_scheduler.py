@@ -11,8 +11,6 @@ from typing import Any
 from echelon.base.errors import UsageError
 from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers import kubernetes, slurm
-from echelon.launcher.schedulers.ray import run_on_ray
-from echelon.launcher.schedulers.ssh import run_on_hosts
 
 #: Options of ``run`` that require hosts reached over ssh.
 OF_SSH = ("ssh", "remote_python", "env")
@@ -25,10 +23,14 @@ def dispatch_to_scheduler(context: Any, first: Callable[[], None] | None = None)
     """
     options = RunOptions(**context.params)
     if options.on is not None:
+        from echelon.launcher.schedulers.ray import run_on_ray
+
         return run_on_ray(context, first)
     if options.ray_address is not None:
         raise UsageError("--ray-address is for jobs on a Ray cluster; add --on ray")
     if options.hosts is not None or options.hostfile is not None:
+        from echelon.launcher.schedulers.ssh import run_on_hosts
+
         return run_on_hosts(context, first)
     if odd := next((name for name in OF_SSH if getattr(options, name)), None):
         raise UsageError(f"--{odd.replace('_', '-')} is for other hosts; name them by --hosts or --hostfile")

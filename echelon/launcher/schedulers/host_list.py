@@ -47,7 +47,7 @@ def _read(path: str) -> tuple[HostListEntry, ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise UsageError(f"--hostfile '{path}' cannot be read: {reason}") from None
     found = [_line(text, f"--hostfile {path}, line {number},") for number, text in enumerate(lines, 1)]
     entries = [entry for entry in found if entry is not None]
@@ -63,7 +63,7 @@ def _line(text: str, where: str) -> HostListEntry | None:
         return None
     entry = _entry(name, where)
     if _SLOTS.sub("", rest).strip():
-        raise UsageError(f"{where} says '{rest.strip()}' of the host {name}; known: slots=N")
+        raise UsageError(f"{where} has '{rest.strip()}' after host {name}; known: slots=N")
     slots = [int(count) for kind, count in _SLOTS.findall(rest) if kind == "slots"]
     return _counted(entry, slots[0], where) if slots else entry
 

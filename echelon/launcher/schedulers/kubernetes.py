@@ -8,73 +8,20 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.base.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
 from echelon.base.errors import EchelonError, UsageError
 from echelon.launcher.schedulers import kubernetes_names
-from echelon.launcher.schedulers.slurm import split_run
+from echelon.launcher.schedulers.submission import MASTER_PORT, SERVER_PORT, KubernetesSubmission, split_run
 
-MASTER_PORT, SERVER_PORT = 29500, 6174
 #: The user id of the project's image, see Dockerfile.
 USER = 1000
 _INDEX = "JOB_COMPLETION_INDEX"
 _TLS, _STATE = "/etc/echelon/tls", "/var/lib/echelon"
 Document = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class KubernetesSubmission:
-    """The options of ``echelon submit k8s``.
-
-    volumes:     ``CLAIM:/path`` of persistent volumes that every pod mounts
-    min_hosts:   minimum number of hosts; fewer than ``hosts`` makes the job elastic
-    workers:     workers per host, in a job with servers
-    state:       size of the volume for each server's state; ``None``: the state is lost with the pod
-    restarts:    restarts of each host after failures that are not evictions
-    """
-
-    program: Sequence[str]
-    image: str
-    hosts: int
-    name: str
-    namespace: str | None = None
-    min_hosts: int | None = None
-    gpus: int | None = None
-    cpu: str | None = None
-    memory: str | None = None
-    environment: Sequence[str] = ()
-    volumes: Sequence[str] = ()
-    servers: int = 0
-    workers: int = 1
-    state: str | None = None
-    token_secret: str | None = None
-    tls_secret: str | None = None
-    run: str = ""
-    module: bool = False
-    grace: float = 30.0
-    restarts: int = 3
-
-    @property
-    def secret(self) -> str:
-        return self.token_secret or f"{self.name}-token"
-
-    @property
-    def servers_name(self) -> str:
-        return f"{self.name}-servers"
-
-    @property
-    def endpoints(self) -> str:
-        """The endpoints of all servers: each pod of a StatefulSet has its own name in its headless Service."""
-        pods = (f"{self.servers_name}-{index}.{self.servers_name}" for index in range(self.servers))
-        return ",".join(f"{pod}:{SERVER_PORT}" for pod in pods)
-
-    @property
-    def master(self) -> str:
-        return f"{self.name}-0.{self.name}:{MASTER_PORT}"
 
 
 def await_master(master: str | None, patience: float, env: Mapping[str, str]) -> None:
@@ -105,8 +52,8 @@ def submit(asked: KubernetesSubmission, out: str | None) -> str:
     )
     if ended.returncode:
         said = " ".join(ended.stderr.split()) or f"exit code {ended.returncode}"
-        raise EchelonError(f"kubectl did not take the job {asked.name}: {said}")
-    return f"submitted; its console: {' '.join(['kubectl logs', *where, '-f', f'job/{asked.name}'])}"
+        raise EchelonError(f"kubectl refused the job {asked.job_name}: {said}")
+    return f"submitted; its console: {' '.join(['kubectl logs', *where, '-f', f'job/{asked.job_name}'])}"
 
 
 def manifest(asked: KubernetesSubmission) -> str:
@@ -118,7 +65,7 @@ def manifest(asked: KubernetesSubmission) -> str:
 def documents(asked: KubernetesSubmission) -> list[Document]:
     """Return all documents, in an order in which each follows those that it refers to."""
     _check(asked)
-    found = [_service(asked, asked.name, "host", MASTER_PORT)]
+    found = [_service(asked, asked.job_name, "host", MASTER_PORT)]
     if asked.token_secret is None:
         found.insert(0, _secret(asked))
     if asked.servers:
@@ -127,9 +74,10 @@ def documents(asked: KubernetesSubmission) -> list[Document]:
 
 
 def _check(asked: KubernetesSubmission) -> None:
-    kubernetes_names.check_name("--name", asked.name)
+    counts = {"--nnodes": asked.hosts, "--workers": asked.workers, "--gpus": asked.gpus, "--min-hosts": asked.fewest}
+    kubernetes_names.check_name("--name", asked.job_name)
     kubernetes_names.check_image(asked.image)
-    kubernetes_names.check_text([*asked.program, *asked.environment, asked.run])
+    kubernetes_names.check_text([*asked.program, *(asked.environment or []), asked.run])
     for option, name in (
         ("--namespace", asked.namespace),
         ("--token-secret", asked.token_secret),
@@ -140,20 +88,21 @@ def _check(asked: KubernetesSubmission) -> None:
     for option, size in (("--cpu", asked.cpu), ("--memory", asked.memory), ("--state-size", asked.state)):
         if size is not None:
             kubernetes_names.check_quantity(option, size)
-    counts = {"--nnodes": asked.hosts, "--workers": asked.workers, "--gpus": asked.gpus, "--min-hosts": asked.min_hosts}
     for option, count in counts.items():
         if count is not None and count < 1:
-            raise UsageError(f"{option} {count} makes no job; it must be 1 or more")
+            raise UsageError(f"{option} {count}: expected 1 or more")
     _check_fit(asked)
 
 
 def _check_fit(asked: KubernetesSubmission) -> None:
-    if asked.min_hosts is not None and asked.min_hosts > asked.hosts:
-        raise UsageError(f"--min-hosts {asked.min_hosts} is more than --nnodes {asked.hosts}")
+    if asked.fewest is not None and asked.fewest > asked.hosts:
+        raise UsageError(f"--min-hosts {asked.fewest} is more than --nnodes {asked.hosts}; give no more than that")
     if asked.servers < 0 or asked.restarts < 0 or asked.grace < 0:
         raise UsageError("--servers, --restarts and --grace cannot be less than 0")
-    if asked.servers and asked.min_hosts not in (None, asked.hosts):
-        raise UsageError("--min-hosts is for jobs without servers; with them lost workers come back by themselves")
+    if asked.servers and asked.fewest not in (None, asked.hosts):
+        raise UsageError(
+            "--min-hosts is for jobs without servers; with --servers lost workers are restarted: leave --min-hosts out"
+        )
     if not asked.servers and (asked.state is not None or asked.tls_secret is not None or asked.workers != 1):
         raise UsageError("--workers, --state-size and --tls-secret belong to a job with servers; add --servers N")
 
@@ -169,7 +118,7 @@ def _metadata(asked: KubernetesSubmission, name: str, part: str) -> Document:
 def _labels(asked: KubernetesSubmission, part: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "echelon",
-        "app.kubernetes.io/instance": asked.name,
+        "app.kubernetes.io/instance": asked.job_name,
         "app.kubernetes.io/component": part,
     }
 
@@ -203,7 +152,7 @@ def _job(asked: KubernetesSubmission) -> Document:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(asked, asked.name, "host"),
+        "metadata": _metadata(asked, asked.job_name, "host"),
         "spec": {
             "completionMode": "Indexed",
             "completions": asked.hosts,
@@ -233,7 +182,7 @@ def _host_pod(asked: KubernetesSubmission) -> Document:
         "ports": [{"name": "echelon", "containerPort": MASTER_PORT}],
         "resources": {"limits": _limits(asked, gpus=True)},
     }
-    return {**_pod(asked, container), "subdomain": asked.name, "restartPolicy": "Never"}
+    return {**_pod(asked, container), "subdomain": asked.job_name, "restartPolicy": "Never"}
 
 
 def _host_command(asked: KubernetesSubmission) -> list[str]:
@@ -241,7 +190,7 @@ def _host_command(asked: KubernetesSubmission) -> list[str]:
     program = [*(["-m"] if asked.module else []), *map(_literal, asked.program)]
     meet = ["--master", asked.master]
     if not asked.servers:
-        least = asked.min_hosts if asked.min_hosts is not None else asked.hosts
+        least = asked.fewest if asked.fewest is not None else asked.hosts
         nnodes = str(asked.hosts) if least == asked.hosts else f"{least}:{asked.hosts}"
         return ["echelon", "run", "--nnodes", nnodes, "--node-rank", f"$({_INDEX})", *meet, *run, *program]
     servers = ["--servers", "0", "--pservers", asked.endpoints, "--trainers", str(asked.hosts * asked.workers)]
@@ -327,7 +276,7 @@ def _environment(asked: KubernetesSubmission) -> list[Document]:
         found.append({"name": PS_TOKEN, "valueFrom": token})
     if asked.tls_secret is not None:
         found.append({"name": PS_CA, "value": f"{_TLS}/ca.crt"})
-    pairs = [kubernetes_names.split_variable(text, os.environ) for text in asked.environment]
+    pairs = [kubernetes_names.split_variable(text, os.environ) for text in asked.environment or []]
     return found + [{"name": name, "value": _literal(value)} for name, value in pairs]
 
 
@@ -342,7 +291,7 @@ def _volumes(asked: KubernetesSubmission) -> list[Document]:
 
 
 def _claims(asked: KubernetesSubmission) -> list[tuple[str, str]]:
-    return [kubernetes_names.split_volume(text) for text in asked.volumes]
+    return [kubernetes_names.split_volume(text) for text in asked.volumes or []]
 
 
 def _limits(asked: KubernetesSubmission, gpus: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def check_name(option: str, name: str) -> None:
     """Raise unless the name fits a job and its Service, whose name must begin with a letter."""
     if not _LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > LONGEST:
         raise UsageError(
-            f"{option} {name!r} is no name for a job; use small letters, digits and dashes, a letter first, "
+            f"{option} {name!r} is not a valid job name; use small letters, digits and dashes, a letter first, "
             f"{LONGEST} characters at most"
         )
 
@@ -31,7 +31,7 @@ def check_object(what: str, name: str) -> None:
 
 def check_image(image: str) -> None:
     if not _IMAGE.fullmatch(image):
-        raise UsageError(f"--image {image!r} is no name of an image, such as registry.example/team/train:1.2")
+        raise UsageError(f"--image {image!r} is not the name of an image, such as registry.example/team/train:1.2")
 
 
 def check_text(words: Iterable[str]) -> None:
@@ -40,12 +40,14 @@ def check_text(words: Iterable[str]) -> None:
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise UsageError(f"the argument {word!a} is no text in UTF-8, which Kubernetes cannot hold") from None
+            raise UsageError(
+                f"the argument {word!a} is not UTF-8 text, and Kubernetes takes no other; change it"
+            ) from None
 
 
 def check_quantity(option: str, text: str) -> None:
     if not _QUANTITY.fullmatch(text):
-        raise UsageError(f"{option} {text!r} is no amount that Kubernetes knows; write 8, 500m, 64Gi")
+        raise UsageError(f"{option} {text!r} is not a Kubernetes quantity; write 8, 500m, 64Gi")
 
 
 def split_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
@@ -54,7 +56,7 @@ def split_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
     if not _VARIABLE.fullmatch(name):
         raise UsageError(f"--env {text!r} is not NAME=VALUE, with a name of letters, digits and underscores")
     if not given and name not in env:
-        raise UsageError(f"--env {name} is not set here; set it, or say --env {name}=VALUE")
+        raise UsageError(f"--env {name} is not set here; set it, or give --env {name}=VALUE")
     return name, value if given else env[name]
 
 

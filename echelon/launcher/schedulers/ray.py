@@ -167,7 +167,7 @@ class RayJob:
         if not has_room:
             raise PeerLost(
                 f"the Ray cluster had no room for {least} hosts within {self._request.join_timeout:g} s; "
-                "wait for others to end, or give --join-timeout"
+                "wait for other jobs to end, or give --join-timeout"
             )
         hosts = [self._host_in_bundle(index) for index in range(least)]
         found = self._ray.get([host.actor.meeting_place.remote() for host in hosts[:2]])
@@ -266,8 +266,8 @@ class RayJob:
     def _lose(self, host: _RayLauncher) -> None:
         host.code = -1
         again = self._request.replaces and not self._asked and any(one.code is None for one in self._hosts)
-        then = "; another takes its place as soon as the cluster has one" if again else ""
-        say(f"the Ray node of host {host.index} ({host.name or 'which had not come'}) was lost{then}")
+        then = "; another node replaces it as soon as the cluster has one" if again else ""
+        say(f"the Ray node of host {host.index} ({host.name or 'not started yet'}) was lost{then}")
         if again and host.index < self._request.least:
             self._start(self._host_in_bundle(host.index, replacement=True))
 
@@ -316,15 +316,15 @@ def _connect(ray: Any, address: str | None) -> None:
 
 def _check_fit(options: RunOptions) -> None:
     if options.on != "ray":
-        raise UsageError(f"--on {options.on}: jobs can be run on ray, or leave --on out")
+        raise UsageError(f"--on {options.on}: the only known cluster is ray; write --on ray, or leave --on out")
     for name in ("node_rank", "master", "hosts", "hostfile"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is for hosts that you choose; with --on ray Ray does")
+            raise UsageError(f"--{name.replace('_', '-')} chooses hosts; with --on ray, Ray chooses them: leave it out")
     if options.servers is not None or options.pservers is not None:
         raise UsageError("--on ray starts jobs without parameter servers; leave --servers and --pservers out")
     if options.gpus is not None and not options.gpus.isdigit():
         raise UsageError(
-            f"--gpus {options.gpus} names GPUs; with --on ray say how many on each host, which is Ray's choice"
+            f"--gpus {options.gpus} names GPUs; with --on ray, Ray chooses them: give their number on each host"
         )
 
 
@@ -338,7 +338,7 @@ def _share_of_a_node(options: RunOptions, nodes: list[dict[str, Any]]) -> tuple[
         gpus = int(min((node["Resources"]["GPU"] for node in _nodes_with({"GPU": 1}, nodes)), default=0))
     procs = options.procs if options.procs is not None else gpus or 1
     if procs < 1:
-        raise UsageError(f"--procs {procs} makes no job; it must be 1 or more")
+        raise UsageError(f"--procs {procs}: expected 1 or more")
     return procs, {"CPU": float(procs)} | ({"GPU": float(gpus)} if gpus else {})
 
 

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from echelon.base.environment import (
 )
 from echelon.base.errors import EchelonError, UsageError
 from echelon.launcher.run_options import RunOptions
+from echelon.launcher.schedulers.submission import SlurmSubmission, split_run
 
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 #: Seconds before the time limit at which Slurm sends a signal, so that ranks can save.
@@ -103,30 +103,6 @@ def _ours(options: RunOptions) -> bool:
 # echelon submit slurm
 
 
-@dataclass(frozen=True)
-class SlurmSubmission:
-    """The options of ``echelon submit slurm``."""
-
-    program: Sequence[str]
-    nodes: int
-    gpus: int | None
-    cpus: int | None
-    time: str | None
-    name: str
-    partition: str | None
-    account: str | None
-    options: Sequence[str]
-    run: str
-    module: bool
-    requeue: bool
-    log_dir: str
-
-    @property
-    def elastic(self) -> bool:
-        """True if the options for ``echelon run`` contain a range of hosts."""
-        return bool(re.search(r"--nnodes[ =]\d+:", " ".join(split_run(self.run))))
-
-
 def script(asked: SlurmSubmission) -> str:
     """Return the batch script; every value from the user is validated, or quoted for the shell."""
     import jinja2  # imported late: it would cost every run 60 ms
@@ -150,40 +126,32 @@ def script(asked: SlurmSubmission) -> str:
 def submit(asked: SlurmSubmission) -> str:
     """Write the script beside the logs and pass it to sbatch; return a message about it."""
     text = script(asked)
-    path = Path(asked.log_dir).absolute() / f"{asked.name}.sbatch"
+    path = Path(asked.log_dir).absolute() / f"{asked.job_name}.sbatch"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise UsageError(f"--log-dir '{asked.log_dir}' cannot be used: {error.strerror}") from None
     if not shutil.which("sbatch"):
-        raise EchelonError(f"there is no sbatch on this host; the script is {path}, to be submitted where there is one")
+        raise EchelonError(f"there is no sbatch on this host; submit the script {path} on a host that has it")
     ended = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if ended.returncode:
         said = " ".join(ended.stderr.split()) or f"exit code {ended.returncode}"
-        raise EchelonError(f"sbatch did not take {path}: {said}")
+        raise EchelonError(f"sbatch refused {path}: {said}")
     job = ended.stdout.strip().partition(";")[0]
     return f"submitted as job {job}; its console will be {path.parent}/slurm-{job}.log, its script is {path}"
 
 
-def split_run(text: str) -> list[str]:
-    """Split ``--run '--max-restarts 3'`` into arguments."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"--run '{text}' cannot be read: {error}") from None
-
-
 def _directives(asked: SlurmSubmission, logs: Path) -> list[str]:
     if asked.nodes < 1:
-        raise UsageError(f"--nnodes {asked.nodes} makes no job; it must be 1 or more")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", asked.name, re.ASCII):
-        raise UsageError(f"--name '{asked.name}' is no name for a job; use letters, digits, dots and dashes")
+        raise UsageError(f"--nnodes {asked.nodes}: expected 1 or more")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", asked.job_name, re.ASCII):
+        raise UsageError(f"--name '{asked.job_name}' is not a valid job name; use letters, digits, dots and dashes")
     if asked.time is not None and not _TIME.fullmatch(asked.time):
         raise UsageError(f"--time '{asked.time}' is no time limit; write 8:00:00, or 2-12:00 for days and hours")
     console = f"{logs}/slurm-".replace("%", "%%") + "%j.log"
     pairs: list[tuple[str, object]] = [
-        ("job-name", asked.name),
+        ("job-name", asked.job_name),
         ("nodes", asked.nodes),
         ("ntasks-per-node", 1),
         ("gpus-per-node", asked.gpus),
@@ -195,10 +163,10 @@ def _directives(asked: SlurmSubmission, logs: Path) -> list[str]:
         ("open-mode", "append"),
         ("signal", f"B:USR1@{NOTICE}"),
     ]
-    given = [_option(text) for text in asked.options]
-    mine = [(key, str(value)) for key, value in pairs if value is not None and key not in dict(given)]
+    given = [_option(text) for text in asked.options or []]
+    own = [(key, str(value)) for key, value in pairs if value is not None and key not in dict(given)]
     flags = ["--requeue" if asked.requeue else "--no-requeue", *(["--no-kill"] if asked.elastic else [])]
-    return [_directive(key, value) for key, value in [*mine, *given]] + flags
+    return [_directive(key, value) for key, value in [*own, *given]] + flags
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -101,7 +101,9 @@ def least_hosts(nnodes: str | None, count: int) -> int:
     """Return the minimum number of hosts: ``--nnodes MIN:MAX`` makes a job elastic; a single number must match."""
     fewest, most, _ = (count, count, None) if nnodes is None else host_counts(nnodes)
     if most != count:
-        raise UsageError(f"--nnodes {nnodes} does not fit the {count} hosts that are named; leave it out")
+        raise UsageError(
+            f"--nnodes {nnodes} does not fit the {count} hosts of --hosts or --hostfile; leave --nnodes out"
+        )
     return fewest
 
 
@@ -111,14 +113,16 @@ def collect_forwarded_environment(env: Mapping[str, str], named: Sequence[str]) 
     for entry in named:
         name, given, value = entry.partition("=")
         if not name or (not given and name not in env):
-            raise UsageError(f"--env {entry} is not set here; set it, or say --env {name or 'NAME'}=VALUE")
+            raise UsageError(f"--env {entry} is not set here; set it, or give --env {name or 'NAME'}=VALUE")
         found[name] = value if given else env[name]
     return found
 
 
 def _check_fit(options: RunOptions, hosts: Sequence[HostListEntry]) -> None:
     if options.node_rank is not None:
-        raise UsageError("--node-rank is for a launcher started by hand; with --hosts the order of the hosts tells")
+        raise UsageError(
+            "--node-rank is for a launcher started by hand; with --hosts their order sets it: leave it out"
+        )
     if options.servers is not None or options.pservers is not None:
         raise UsageError(
             "--hosts starts jobs without parameter servers; with servers start the same command on every host, "
@@ -191,10 +195,12 @@ def _address_of(entry: HostListEntry, ssh: Sequence[str]) -> str:
     if found := _resolved(entry.address):
         return found
     try:
-        told = subprocess.run([*ssh, "-G", entry.name], capture_output=True, text=True, timeout=15, check=False).stdout
+        output = subprocess.run(
+            [*ssh, "-G", entry.name], capture_output=True, text=True, timeout=15, check=False
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        told = ""
-    names = [line.split()[1] for line in told.splitlines() if line.lower().startswith("hostname ")]
+        output = ""
+    names = [line.split()[1] for line in output.splitlines() if line.lower().startswith("hostname ")]
     if names and (found := _resolved(names[0])):
         return found
     raise UsageError(f"--hosts names '{entry.name}', which has no address here; add --master HOST:PORT")

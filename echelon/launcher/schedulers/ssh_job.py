@@ -30,7 +30,7 @@ class _HostExit:
     @property
     def line(self) -> str:
         """A message about the end of the host."""
-        name, said = self.connection.name, self.connection.early[-1] if self.connection.early else "nothing was said"
+        name, said = self.connection.name, self.connection.early[-1] if self.connection.early else "it printed nothing"
         if not self.connection.started:
             way = "cannot be reached by ssh" if self.code == SSH_FAILED else "could not start a launcher"
             return f"host {name} {way} (exit {self.code}): {said}"
@@ -126,5 +126,5 @@ class SshJob:
         started = [end for end in self._ends if end.connection.started and end.code]
         otherwise = 1 if self._asked is None else 128 + self._asked
         last = started[-1].code if started else otherwise
-        told = next((end.code for end in started if end.connection.first), last)
-        return 1 if told == SSH_FAILED else told
+        first_code = next((end.code for end in started if end.connection.first), last)
+        return 1 if first_code == SSH_FAILED else first_code

@@ -29,18 +29,17 @@ class FiniteLossCheck:
     group: process group to find the rank with the bad loss; ``None`` if each rank has its own loss
     """
 
-    def __init__(self, rank: int, on_gpu: bool) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, on_gpu: bool, group: dist.ProcessGroup | None) -> None:
+        self._rank, self._group = rank, group
         self.lag = 1 if on_gpu else 0  #: steps between a loss and its check
-        self.group: dist.ProcessGroup | None = None
         self._waiting: list[tuple[int, DeferredScalar, StepLoss]] = []
 
-    def note(self, step: int, tally: StepLoss) -> None:
+    def note(self, step: int, step_loss: StepLoss) -> None:
         if self.lag or self._waiting:
-            self._waiting.append((step, DeferredScalar(tally.loss, "loss"), tally))
+            self._waiting.append((step, DeferredScalar(step_loss.loss, "loss"), step_loss))
             self._look(self.lag)
-        elif not math.isfinite(tally.loss.item()):
-            self._refuse(step, tally)
+        elif not math.isfinite(step_loss.loss.item()):
+            self._refuse(step, step_loss)
 
     def look(self) -> None:
         """Check all pending losses now, so that no state is saved whose loss was not checked."""
@@ -48,14 +47,14 @@ class FiniteLossCheck:
 
     def _look(self, lag: int) -> None:
         while len(self._waiting) > lag:
-            step, loss, tally = self._waiting.pop(0)
+            step, loss, step_loss = self._waiting.pop(0)
             if not math.isfinite(loss.read()):
-                self._refuse(step, tally)
+                self._refuse(step, step_loss)
 
-    def _refuse(self, step: int, tally: StepLoss) -> None:
-        losses = {self._rank: float(tally.local)}
-        if self.group is not None:
-            losses = dict(enumerate(gather_json(losses[self._rank], self.group)))
+    def _refuse(self, step: int, step_loss: StepLoss) -> None:
+        losses = {self._rank: float(step_loss.local)}
+        if self._group is not None:
+            losses = dict(enumerate(gather_json(losses[self._rank], self._group)))
         bad = [rank for rank, value in losses.items() if not math.isfinite(value)]
         where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
         raise LossError(

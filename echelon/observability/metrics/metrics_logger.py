@@ -16,7 +16,7 @@ from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import activity
 from echelon.observability.metrics.deferred_scalar import DeferredScalar
-from echelon.observability.metrics.prediction_check import PredictionCheck
+from echelon.observability.metrics.prediction_check import WARM, WARM_WITH_GRAPHS, PredictionCheck
 from echelon.observability.metrics.sinks import (
     ConsoleSink,
     JsonLinesSink,
@@ -75,14 +75,14 @@ class MetricsLogger:
         """Log lines on requested outputs that cannot be written. The run continues without them."""
         if not self._log.tensorboard or not self._speaks or self._event_writer is not None:
             return []
-        return ["tensorboard: it is not installed, so no files for it; pip install 'echelon[tensorboard]'"]
+        return ["tensorboard: not installed, so no event files are written; pip install 'echelon[tensorboard]'"]
 
     def say(self, text: str) -> None:
         """Print a line on rank 0 that is not part of a record."""
         if self._speaks and self._log.console:
             say(text, stdout=True)
 
-    def foretell(self, seconds: float, memory: float, held: float) -> None:
+    def foretell(self, seconds: float, memory: float, held: float, graphs: bool = False) -> None:
         """Compare the predicted time and memory of a step with measurements after some steps.
 
         Timing restarts here, because the time to find the plan is not part of a step.
@@ -90,9 +90,11 @@ class MetricsLogger:
         seconds: predicted time of a step
         memory:  predicted bytes on this device
         held:    bytes of the model that are allocated already
+        graphs:  True if a step may become a CUDA graph
         """
         if self._speaks:
-            self._foretold = PredictionCheck(seconds, memory, held, self._device)
+            warm = WARM_WITH_GRAPHS if graphs else WARM
+            self._foretold = PredictionCheck(seconds, memory, held, self._device, warm)
         self.clock.lap("data")
         self.clock.take()
         self._since = time.perf_counter()
@@ -209,14 +211,14 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # an array of several numbers
-        raise UsageError(f"log(): '{name}' is not one number; take its mean, say") from None
+        raise UsageError(f"log(): '{name}' is not one number; take its mean, for example") from None
 
 
 def _directory(log: Log) -> Path | None:
     path = Path(log.dir) if log.dir else launcher_run_directory()
     if path is None:
         if log.tensorboard:
-            raise UsageError("Log(tensorboard=True) needs a place to write: give Log(dir=...), or use 'echelon run'")
+            raise UsageError("Log(tensorboard=True) needs a directory: give Log(dir=...), or use 'echelon run'")
         return None
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ from echelon.base.formatting import duration, size
 
 #: Warm-up steps that are not measured (allocation, compilation, connections, caches), and measured steps after them.
 WARM, COUNTED = 5, 15
+#: Warm-up steps if a step may become a CUDA graph, which is timed beside the eager step first.
+WARM_WITH_GRAPHS = 60
 
 
 class PredictionOutcome(NamedTuple):
@@ -27,10 +29,11 @@ class PredictionCheck:
     seconds: predicted time of a step
     memory:  predicted bytes on this device
     held:    bytes of the model that are allocated already
+    warm:    number of first steps that are not measured
     """
 
-    def __init__(self, seconds: float, memory: float, held: float, device: torch.device) -> None:
-        self._seconds, self._memory, self._device = seconds, memory, device
+    def __init__(self, seconds: float, memory: float, held: float, device: torch.device, warm: int = WARM) -> None:
+        self._seconds, self._memory, self._device, self._warm = seconds, memory, device, warm
         self._before = _resident(device) - held
         _forget_peak(device)
         self._steps, self._begun = 0, 0.0
@@ -38,9 +41,9 @@ class PredictionCheck:
     def step(self) -> PredictionOutcome | None:
         """Count a step and return the outcome after enough steps, else None."""
         self._steps += 1
-        if self._steps == WARM:
+        if self._steps == self._warm:
             self._begun = _now(self._device)
-        if self._steps < WARM + COUNTED:
+        if self._steps < self._warm + COUNTED:
             return None
         seconds = (_now(self._device) - self._begun) / COUNTED
         memory = max(0.0, _peak(self._device) - self._before)

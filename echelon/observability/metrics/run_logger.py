@@ -26,8 +26,7 @@ class RunLogger:
 
     def announce(self, lines: Iterable[str]) -> None:
         """Print the startup lines and store them in run.json, not as events."""
-        self._record.said = list(lines)
-        for line in self._record.said:
+        for line in self._record.announced(lines):
             self._watch.say(line)
 
     def saved(self, path: Path) -> None:

@@ -106,8 +106,8 @@ def warn(path: Path, error: OSError) -> None:
         return
     _warned.add(path.parent)
     print(
-        f"echelon: '{path}' cannot be written ({error.strerror or error}); training goes on, and what is missing in "
-        "that directory stays missing",
+        f"echelon: '{path}' cannot be written ({error.strerror or error}); training goes on, and lines that are not "
+        "written are lost",
         file=sys.stderr,
         flush=True,
     )

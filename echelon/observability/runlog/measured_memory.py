@@ -27,23 +27,27 @@ ROWS = 200
 
 def write_measured_memory(engine: EngineView, directory: Path) -> None:
     """Write the memory of this rank into the run's directory."""
-    holdings, device = engine.holdings, engine.world.device
-    if holdings is None:
+    local_state, device = engine.holdings, engine.world.device
+    if local_state is None:
         return
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     place = place_in_words(engine.place, engine.plan.mesh, engine.plan.stages.stages if engine.plan.stages else 1)
-    found = measured(holdings, engine.optimizers.values(), peak, engine.worker, place)
-    write_whole(directory / memory_file(engine.worker), found.to_json())
+    found = measured(local_state, engine.optimizers.values(), peak, engine.world.rank, place)
+    write_whole(directory / memory_file(engine.world.rank), found.to_json())
 
 
 def measured(
-    holdings: LocalState, optimizers: Iterable[torch.optim.Optimizer], peak: int | None, rank: int = 0, place: str = ""
+    local_state: LocalState,
+    optimizers: Iterable[torch.optim.Optimizer],
+    peak: int | None,
+    rank: int = 0,
+    place: str = "",
 ) -> Footprint:
     """Return the footprint of a rank.
 
     peak: peak of allocated bytes; None if only the memory between two steps is known
     """
-    rows = _rows(holdings, {p: state for optimizer in optimizers for p, state in optimizer.state.items()})
+    rows = _rows(local_state, {p: state for optimizer in optimizers for p, state in optimizer.state.items()})
     kinds = {kind: sum(getattr(row, kind) for row in rows) for kind in ("parameters", "gradients", "optimizer")}
     buffers = sum(row.buffers for row in rows)
     rest = 0 if peak is None else max(0, peak - sum(kinds.values()) - buffers)
@@ -60,12 +64,14 @@ def measured(
     )
 
 
-def _rows(holdings: LocalState, states: Mapping[Tensor, Mapping[str, object]]) -> list[ModuleBytes]:
-    names = {id(parameter): name for name, parameter in local_parameters(holdings.model).items()}  # tied weights once
+def _rows(local_state: LocalState, states: Mapping[Tensor, Mapping[str, object]]) -> list[ModuleBytes]:
+    names = {
+        id(parameter): name for name, parameter in local_parameters(local_state.model).items()
+    }  # tied weights once
     rows = []
-    for name, module in holdings.model.named_modules():
+    for name, module in local_state.model.named_modules():
         own = [p for p in module._parameters.values() if p is not None and names.pop(id(p), None) is not None]
-        known = dict(zip(own, _held(holdings, own), strict=True))
+        known = dict(zip(own, _held(local_state, own), strict=True))
         held = [
             sum(_bytes(tensor) for p, shard in known.items() for tensor in _memory(p, shard)),
             sum(_bytes(tensor.grad) for p, shard in known.items() for tensor in {p, shard}),
@@ -77,10 +83,10 @@ def _rows(holdings: LocalState, states: Mapping[Tensor, Mapping[str, object]]) -
     return rows
 
 
-def _held(holdings: LocalState, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+def _held(local_state: LocalState, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     """Yield for each parameter the tensor that optimizers update: the parameter, or this rank's shard of it."""
-    names = {id(parameter): name for name, parameter in holdings.model.named_parameters()}
-    return (holdings.parameters.get(names[id(parameter)], parameter) for parameter in parameters)
+    names = {id(parameter): name for name, parameter in local_state.model.named_parameters()}
+    return (local_state.parameters.get(names[id(parameter)], parameter) for parameter in parameters)
 
 
 def _memory(parameter: nn.Parameter, shard: nn.Parameter) -> Iterator[Tensor]:

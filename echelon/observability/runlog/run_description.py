@@ -31,7 +31,7 @@ def own_facts(engine: EngineView) -> JSON:
     """Return the facts of this rank, which are gathered on all ranks."""
     world = engine.world
     return {
-        "rank": engine.worker,
+        "rank": engine.world.rank,
         "host": socket.gethostname(),
         "device": _device(world.device),
         "memory": _memory(world.device),
@@ -125,9 +125,8 @@ def stages_of(plan: Plan, ranks: Sequence[JSON]) -> list[JSON]:
 
 def _world(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
     world = engine.world
-    served = world.role.role == "worker"
     return {
-        "size": world.role.workers if served else world.size,
+        "size": world.size,
         "hosts": len({one["host"] for one in ranks}),
         "device": world.device.type,
         "backend": world.backend,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ class RunLogWriter:
         if directory is not None:
             set_run_directory(directory)
             _started.setdefault(directory, time.time())
-        self.said: Sequence[str] = ()  #: startup lines
+        self._said: Sequence[str] = ()  # startup lines
         self._settings: list[JSON] = []
         self._ranks: list[JSON] | None = None  # None until ``begun``
         self._facts: JSON = {}
@@ -51,12 +51,17 @@ class RunLogWriter:
         self._settings += [{"name": name, "value": value, "origin": by} for name, (value, by) in values.items()]
         self._write()
 
+    def announced(self, lines: Iterable[str]) -> Sequence[str]:
+        """Keep the startup lines for run.json, and return them."""
+        self._said = list(lines)
+        return self._said
+
     def begun(self, engine: EngineView) -> None:
         """Write run.json when a plan becomes active. All ranks call it; it gathers each rank's host and device."""
         from echelon.observability.runlog.run_description import facts_of, own_facts
 
         own, control = own_facts(engine), engine.world.control
-        self._ranks = [own] if control is None else gather_json(own, control, "what each rank runs on")
+        self._ranks = [own] if control is None else gather_json(own, control, "hardware of each rank")
         if self._writes:
             assert self._directory is not None
             self._earlier = json_file(self._directory / RUN)
@@ -77,14 +82,17 @@ class RunLogWriter:
             self._goes_on = True
             self._write()
 
-    def closed(self, engine: EngineView, error: BaseException | None = None) -> None:
-        """Write the measured memory and the final event; failures under ``echelon run`` are left to the launcher."""
-        if error is None and self._directory is not None and engine.steps:
+    def measured(self, engine: EngineView) -> None:
+        """Write the memory of this rank at the end of the run."""
+        if self._directory is not None and engine.steps:
             from echelon.observability.runlog.measured_memory import write_measured_memory
 
             write_measured_memory(engine, self._directory)
+
+    def closed(self, steps: int, error: BaseException | None = None) -> None:
+        """Write the final event; failures under ``echelon run`` are left to the launcher."""
         if self._rank == 0 and error is None:
-            self.event("ended", f"training ended after step {engine.steps}")
+            self.event("ended", f"training ended after step {steps}")
         elif error is not None and LOG_DIR not in os.environ:
             self.event("failed", f"rank {self._rank} failed with {first_line(error, typed=True)}")
 
@@ -97,8 +105,8 @@ class RunLogWriter:
             return
         started, began, attempt = self._attempt()
         times = {"started": started, "began": began, "attempt": attempt}
-        told = {"settings": self._settings, "said": list(self.said)}
-        write_whole(self._directory / RUN, {"format": 1, **self._facts, **times, **told})
+        details = {"settings": self._settings, "said": list(self._said)}
+        write_whole(self._directory / RUN, {"format": 1, **self._facts, **times, **details})
 
     def _attempt(self) -> tuple[float, float, int]:
         """Return the start times of this attempt and of the first one, and the number of earlier attempts."""

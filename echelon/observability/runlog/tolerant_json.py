@@ -25,15 +25,15 @@ def json_lines(path: Path) -> list[JSON]:
         lines = path.read_bytes().splitlines() if path.is_file() else []  # reading a device would not end
     except OSError:
         return []
-    return [value for line in lines if (value := _line(line)) is not None]
+    return [value for line in lines if isinstance(value := json_value(line), dict)]
 
 
-def _line(line: bytes) -> JSON | None:
+def json_value(text: str | bytes) -> Any:
+    """Return the value of a JSON text; None if it is damaged."""
     try:
-        value = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
 
 
 def number(record: JSON, name: str) -> float | None:

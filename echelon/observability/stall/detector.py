@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from echelon.base.heartbeat_monitor import HeartbeatMonitor
 from echelon.observability.runlog.events import note_beside
 from echelon.observability.stall.diagnose import StallDiagnosis, find_stall
 from echelon.observability.stall.rank_status import RankObservation, RankStatus
@@ -41,21 +42,16 @@ class StallReport:
     culprit: RankObservation | None
 
 
-class _RankLiveness:
-    """The time of a rank's last report, and whether the rank is working."""
+class _RankWork:
+    """The last report of a rank, and whether the rank is working."""
 
     def __init__(self) -> None:
         self.status: RankStatus | None = None
-        self.at = 0.0
         self._mark: tuple[float, float, int] | None = None  # time, cpu, io
         self.works = False
 
-    def hear(self, status: RankStatus, now: float) -> None:
-        if self.status is None or status.beat != self.status.beat:
-            self.status, self.at = status, now
-            self._measure(status, now)
-
-    def _measure(self, status: RankStatus, now: float) -> None:
+    def measure(self, status: RankStatus, now: float) -> None:
+        self.status = status
         if self._mark is None:
             self._mark = now, status.cpu, status.io
             return
@@ -86,52 +82,52 @@ class StallDetector:
         self._limit = limit
         self._ends = ends
         self._silence, self._confirmed = min(SILENT, limit), min(CONFIRMED, limit / 2)
-        self._heard = {rank: _RankLiveness() for rank in range(ranks)}
+        self._work = {rank: _RankWork() for rank in range(ranks)}
         self._stragglers = Stragglers()
-        self._sat = 0.0
+        self._checked_at = 0.0
+        self._heartbeats = HeartbeatMonitor(lambda: self._checked_at)
         self._finding: StallDiagnosis | None = None  # found, but not reported yet
         self._found_at = 0.0
-        self._told: tuple[int, ...] | None = None
+        self._reported: tuple[int, ...] | None = None
         for rank in range(ranks):  # so that one call reads all keys without waiting for missing ones
             store.compare_set(f"status/{rank}", "", " ")
 
-    def sit(self, now: float, processes: Mapping[int, str]) -> tuple[StallReport | None, list[str]]:
+    def examine(self, now: float, processes: Mapping[int, str]) -> tuple[StallReport | None, list[str]]:
         """Check all ranks; return a report once per stall, and log lines on stragglers.
 
         now:       monotonic time, seconds
         processes: process states by rank, as in proc(5)
         """
         self._read(now)
-        seen = {rank: self._look(rank, now, processes) for rank in range(self._ranks)}
+        seen = {rank: self._look(rank, processes) for rank in range(self._ranks)}
         known = {rank: one.status for rank, one in seen.items() if one.status is not None}
         lines = self._stragglers.look(known, now) if len(known) == self._ranks else []
         return self._rule(seen, now), lines
 
     def _read(self, now: float) -> None:
-        if now - self._sat > self._silence:  # this process itself was suspended, so no rank is to blame
-            for heard in self._heard.values():
-                heard.at = now
+        before, self._checked_at = self._checked_at, now
+        if now - before > self._silence:  # this process itself was suspended, so no rank is to blame
+            self._heartbeats.restart()
             self._finding = None
-        self._sat = now
         for rank, text in enumerate(self._store.multi_get([f"status/{rank}" for rank in range(self._ranks)])):
             try:
                 status = RankStatus.from_json(bytes(text))
             except ValueError:
                 continue
-            if status.rank == rank:
-                self._heard[rank].hear(status, now)
+            if status.rank == rank and self._heartbeats.hear(rank, status.beat):
+                self._work[rank].measure(status, now)
 
-    def _look(self, rank: int, now: float, processes: Mapping[int, str]) -> RankObservation:
-        heard = self._heard[rank]
-        silent = now - heard.at if heard.status is not None else 0.0
-        return RankObservation(rank, heard.status, silent, silent > self._silence, processes.get(rank, ""), heard.works)
+    def _look(self, rank: int, processes: Mapping[int, str]) -> RankObservation:
+        work = self._work[rank]
+        silent = self._heartbeats.silence(rank) if work.status is not None else 0.0
+        return RankObservation(rank, work.status, silent, silent > self._silence, processes.get(rank, ""), work.works)
 
     def _rule(self, seen: Mapping[int, RankObservation], now: float) -> StallReport | None:
         finding = find_stall(seen, self._limit)
         if finding is None:
-            self._finding = self._told = None
+            self._finding = self._reported = None
             return None
-        if finding.late == self._told:
+        if finding.late == self._reported:
             return None
         if self._finding is None or self._finding.late != finding.late:
             self._finding, self._found_at = finding, now
@@ -142,16 +138,19 @@ class StallDetector:
         patience = 0.0 if len(stacks) + len(dumb) >= len(finding.late) else FOR_STACKS
         if now - self._found_at < self._confirmed + patience:
             return None
-        self._told = finding.late
+        self._reported = finding.late
         culprit = seen[finding.late[0]] if finding.late else None
         return StallReport(finding, table(seen, finding, stacks, self._ending(finding)), culprit)
 
     def _ending(self, finding: StallDiagnosis) -> str:
         if finding.works:
-            return "It is at work, so nothing is ended for it; the ranks' own time limit holds (init's timeout)."
+            return (
+                "That rank is computing, so no rank is ended; the timeout of the ranks applies "
+                "(echelon.init(timeout=...))."
+            )
         if self._ends and finding.late:
-            return "All ranks are ended now; they are started again where a restart is left."
-        return "Nothing is ended for it; the ranks' own time limit holds (init's timeout)."
+            return "All ranks are ended now; they are started again if a restart is left."
+        return "No rank is ended; the timeout of the ranks applies (echelon.init(timeout=...))."
 
     def _ask_for_stacks(self, finding: StallDiagnosis) -> None:
         for rank in finding.late:

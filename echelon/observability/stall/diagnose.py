@@ -56,7 +56,7 @@ def find_stall(seen: Seens, limit: float) -> StallDiagnosis | None:
         return StallDiagnosis(late, "\n".join(_late(seen[rank]) for rank in late), _why(seen[late[0]]), works)
     if any(find_missing_ranks(rank, seen) for rank in reached):
         return _ring(stalled[0], seen)
-    return StallDiagnosis((), "no rank is missing: all have come to the calls that are waited in; is the network up?")
+    return StallDiagnosis((), "no rank is missing: all ranks have reached the calls they wait in; is the network up?")
 
 
 def find_missing_ranks(rank: int, seen: Seens) -> list[int]:
@@ -144,7 +144,7 @@ def where(rank: RankObservation) -> str:
     """Return text for the call that a rank is in, such as ``save()`` or ``step 8 (sum of gradients)``."""
     status = rank.status
     if status is None:
-        return "no call that is known"
+        return "an unknown call"
     inside = f" ({status.wait.call})" if status.wait else ""
     if status.call == "step":
         return f"step {status.step}{inside}"
@@ -160,10 +160,10 @@ def _why(rank: RankObservation) -> str:
     if status is not None and status.left:
         return "its script has ended"
     if status is None or rank.lost or rank.process in ("T", "t", "Z"):
-        state = STATES.get(rank.process, "runs, but its Python does not" if rank.process else "")
+        state = STATES.get(rank.process, "runs, but its Python interpreter does not" if rank.process else "")
         since = "at all" if status is None else f"for {rank.silent:.0f} s"
-        return f"it has not been heard of {since}" + (f"; its process {state}" if state else "")
-    return f"it is in {_doing(status)} since {status.seconds + rank.silent:.0f} s"
+        return f"it has sent no heartbeat {since}" + (f"; its process {state}" if state else "")
+    return f"it has been in {_doing(status)} for {status.seconds + rank.silent:.0f} s"
 
 
 def _doing(status: RankStatus) -> str:

@@ -75,9 +75,9 @@ class RankStatus:
             wait = given.pop("wait")
             status = RankStatus(**given, wait=None if wait is None else RankWait(**wait))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError("not the report of a rank") from error
+            raise ValueError("not a rank's report") from error
         if not _well_typed(status):
-            raise ValueError("not the report of a rank")
+            raise ValueError("not a rank's report")
         return status
 
 

@@ -81,7 +81,7 @@ class StatusReporter(threading.Thread):
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._beat = 0
         self._tables = 0  # number of stall reports printed so far
-        self._court: StallDetector | None = None
+        self._detector: StallDetector | None = None
 
     def stop(self) -> None:
         """Stop the thread and wait for it, because a thread inside torch while Python exits can crash the process."""
@@ -93,7 +93,7 @@ class StatusReporter(threading.Thread):
             store = _open(self._place)
             judged_here = STALL_JUDGE not in os.environ
             if judged_here and self._place.rank == 0:
-                self._court = StallDetector(store, self._place.world_size, self._limit, ends=False)
+                self._detector = StallDetector(store, self._place.world_size, self._limit, ends=False)
             while True:
                 self._tell(store)
                 if judged_here:
@@ -138,9 +138,9 @@ class StatusReporter(threading.Thread):
         )
 
     def _judge(self, store: Store) -> None:
-        if self._court is None:
+        if self._detector is None:
             return
-        ruling, lines = self._court.sit(time.monotonic(), {})
+        ruling, lines = self._detector.examine(time.monotonic(), {})
         log_stall_reports(ruling, lines)
         for text in ([ruling.table] if ruling else []) + [f"echelon: {line}" for line in lines]:
             store.set(f"table/{int(store.add('tables', 1)) - 1}", text)

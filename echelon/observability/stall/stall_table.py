@@ -24,7 +24,7 @@ def table(seen: Seens, finding: StallDiagnosis, stacks: Mapping[int, str], endin
     for rank in finding.late:
         if rank in stacks:
             lines += [f"rank {rank} is here:", *(f"  {line}" for line in stacks[rank].splitlines())]
-    return "\n".join(["echelon: the job does not go on", *lines, ending])
+    return "\n".join(["echelon: the job has stalled", *lines, ending])
 
 
 def _chosen(seen: Seens, finding: StallDiagnosis) -> list[int]:
@@ -35,7 +35,7 @@ def _chosen(seen: Seens, finding: StallDiagnosis) -> list[int]:
 def _row(rank: RankObservation, seen: Seens) -> Sequence[str]:
     status, wait = rank.status, rank.wait
     if status is None:
-        return (str(rank.rank), "?", "?", "not heard of", "", "", "")
+        return (str(rank.rank), "?", "?", "no heartbeat", "", "", "")
     phase = "left" if status.left else status.phase
     since = wait.seconds if wait else status.seconds + rank.silent
     what = "" if wait is None else f"{wait.call}{': ' if wait.what else ''}{wait.what}"

@@ -93,13 +93,13 @@ def _theory(pipeline: _Pipeline, ranks: Sequence[RankTrace]) -> float | None:
     return 1 - sum(simulated.busy) / (simulated.makespan * len(simulated.busy))
 
 
-def _simulated(pipeline: _Pipeline, told: Any) -> Simulation | None:
+def _simulated(pipeline: _Pipeline, fields: Any) -> Simulation | None:
     durations: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     for own in pipeline.actions.values():
         for span, seconds in own:
             durations[span.more["action"], span.more["stage"]].append(seconds)
     try:
-        schedule = make_schedule(told["name"], told["stages"], len(pipeline.actions), told["micro_batches"])
+        schedule = make_schedule(fields["name"], fields["stages"], len(pipeline.actions), fields["micro_batches"])
         return simulate(schedule, {key: fmean(seconds) for key, seconds in durations.items()})
     except (KeyError, TypeError, EchelonError):  # files of some ranks are missing
         return None
@@ -108,12 +108,12 @@ def _simulated(pipeline: _Pipeline, told: Any) -> Simulation | None:
 def _even(ranks: Sequence[RankTrace]) -> float | None:
     """Return (p - 1) / (v m + p - 1) for p ranks, m micro-batches and v stages per rank; None for zero-bubble."""
     about: dict[str, Any] = ranks[0].about
-    told: Any = about.get("schedule")
+    fields: Any = about.get("schedule")
     mesh: Any = about.get("mesh")
     try:
-        if told["name"] not in get_args(ScheduleName) or told["name"] == "zero-bubble":
+        if fields["name"] not in get_args(ScheduleName) or fields["name"] == "zero-bubble":
             return None
         idle = mesh["stage"] - 1
-        return float(idle / (told["micro_batches"] * told["stages"] / mesh["stage"] + idle))
+        return float(idle / (fields["micro_batches"] * fields["stages"] / mesh["stage"] + idle))
     except (KeyError, TypeError, ZeroDivisionError):
         return None

@@ -54,7 +54,7 @@ class CommRecord:
         self.ranks, self.on_host = describe_ranks(group), dist.get_backend(group) != "nccl"
         self.begin, self.launched = now(), 0.0
         self.end: float | None = None
-        self.told = False  # True if the backend itself reported the completion
+        self.reported = False  # True if the backend itself reported the completion
         self.waited: float | None = None
         self.of, self.at = _ends(call, group, args)
         self.number = 0  # ordinal among messages with the same ``of`` and ``at``
@@ -63,15 +63,15 @@ class CommRecord:
     def key(self) -> str:
         return f"{self.of}/{self.number}"
 
-    def done(self, *, told: bool = False) -> None:
+    def done(self, *, reported: bool = False) -> None:
         if self.end is None:
-            self.end, self.told = now(), told
+            self.end, self.reported = now(), reported
 
     def span(self) -> Span | None:
         if self.end is None:
             return None
         more: dict[str, Any] = {"key": self.key, **({"at": self.at} if self.at else {})}
-        if self.told:
+        if self.reported:
             more["told"] = True
         if self.waited is not None:
             more["waited"] = min(max(self.waited, self.begin), self.end)
@@ -138,7 +138,7 @@ def _ask_for_its_end(work: Any, message: CommRecord, args: tuple[Any, ...]) -> N
     """
     if message.at is None and message.on_host and not any(map(_on_gpu, args)):
         with contextlib.suppress(RuntimeError):
-            work.get_future().add_done_callback(lambda _: message.done(told=True))
+            work.get_future().add_done_callback(lambda _: message.done(reported=True))
 
 
 class TracedWork:

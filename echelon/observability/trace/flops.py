@@ -35,7 +35,7 @@ class ModelCallHook:
         self._handle: RemovableHandle | None = model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._recorder.arguments = self._recorder.arguments or (args, named)
+        self._recorder.note_arguments(args, named)
         self.close()
 
     def close(self) -> None:

@@ -37,10 +37,10 @@ def spans_line(spans: Iterable[Span]) -> str:
 
 
 def now_line(at: float, under_way: Iterable[Span], said: str | None = None, lost: bool = False) -> str:
-    told: dict[str, Any] = {"at": at, "under_way": [_row(span) for span in under_way]}
+    record: dict[str, Any] = {"at": at, "under_way": [_row(span) for span in under_way]}
     if said is not None:
-        told |= {"said": said, "lost": lost}
-    return json.dumps(told) + "\n"
+        record |= {"said": said, "lost": lost}
+    return json.dumps(record) + "\n"
 
 
 def _row(span: Span) -> tuple[Any, ...]:

@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.base.recorded_steps import RecordedSteps
 from echelon.observability.trace.clock_sync import ClockMapping
 from echelon.observability.trace.span_recorder import now
 from echelon.optim.grad_scaler import DTYPES
-from echelon.strategy.recorded_steps import RecordedSteps
 
 if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
-
-
-def processes(engine: EngineView) -> int:
-    """Return the number of training processes, including workers that are connected through servers only."""
-    served = engine.served
-    return served.workers if served is not None and served.dense else engine.world.size
 
 
 def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict[str, Any]:
@@ -32,9 +26,9 @@ def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict
     """
     world, plan = engine.world, engine.plan
     staged = plan.pipeline is not None and plan.stages is not None
-    measured = world.control is not None or processes(engine) == 1
+    measured = world.control is not None or world.size == 1
     return {
-        "rank": engine.worker,
+        "rank": world.rank,
         "host": platform.node(),
         "clock_offset": clock.before.seconds,
         "clock_error": clock.error if measured else None,
@@ -45,7 +39,7 @@ def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict
         "device_index": world.device.index,
         "asked": list(asked),
         "began": time.time(),
-        "ranks": processes(engine),
+        "ranks": world.size,
         "mesh": dict(plan.mesh),
         "at": dict(engine.place),
         "schedule": _schedule(engine) if staged else None,

@@ -51,37 +51,37 @@ class Span(NamedTuple):
         return self._replace(begin=by(self.begin), end=by(self.end), more=more)
 
     def to_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        record: dict[str, Any] = {
             "name": self.name, "kind": self.kind, "lane": self.lane,
             "begin": round(self.begin, 7), "end": round(self.end, 7), "step": self.step,
         }  # fmt: skip
         if self.bytes is not None:
-            told["bytes"] = self.bytes
+            record["bytes"] = self.bytes
         if self.ranks is not None:
-            told["ranks"] = self.ranks
-        return {**told, **self.more}
+            record["ranks"] = self.ranks
+        return {**record, **self.more}
 
 
 _OWN = ("name", "kind", "lane", "begin", "end", "step", "bytes", "ranks")
 
 
-def span_of(told: Any) -> Span | None:
+def span_of(record: Any) -> Span | None:
     """Parse the result of ``Span.to_json``; return ``None`` for anything else."""
     try:
-        begin, end = float(told["begin"]), float(told["end"])
-        if not (math.isfinite(begin) and math.isfinite(end) and begin <= end) or told["lane"] not in LANES:
+        begin, end = float(record["begin"]), float(record["end"])
+        if not (math.isfinite(begin) and math.isfinite(end) and begin <= end) or record["lane"] not in LANES:
             return None
-        size = told.get("bytes")
+        size = record.get("bytes")
         return Span(
-            name=str(told["name"]),
-            kind=told["kind"] if told["kind"] in KINDS else "other",
-            lane=told["lane"],
+            name=str(record["name"]),
+            kind=record["kind"] if record["kind"] in KINDS else "other",
+            lane=record["lane"],
             begin=begin,
             end=end,
-            step=int(told["step"]),
+            step=int(record["step"]),
             bytes=None if size is None else int(size),
-            ranks=told.get("ranks"),
-            more={name: value for name, value in told.items() if name not in _OWN},
+            ranks=record.get("ranks"),
+            more={name: value for name, value in record.items() if name not in _OWN},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

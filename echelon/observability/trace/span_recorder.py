@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 #: Waits of a pipeline's rank for another stage, which are bubbles.
-OF_STAGES = ("receive activations", "receive gradients", "delivery of what was sent")
+OF_STAGES = ("receive activations", "receive gradients", "completion of sends")
 #: Waits of a rank for its own GPU or disk.
-OF_ITS_OWN = ("from the GPU", "end of the save before")
+OF_ITS_OWN = ("from the GPU", "end of the previous save")
 _ACTIONS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
@@ -47,6 +47,10 @@ class TraceRecorder:
         self.spans: list[Span] = []
         self.phase = AFTER["update"], now()
         self.thread = threading.get_ident()
+
+    def note_arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Keep the arguments of a call of the model, unless those of an earlier one are there."""
+        self.arguments = self.arguments or (args, named)
 
     def lap(self, phase: str, at: float) -> None:
         """Record a finished phase of the step; the update is the last phase."""

@@ -133,5 +133,5 @@ def _clock_error(ranks: Sequence[RankTrace]) -> float | None:
 
 def read_flops(directory: Path) -> float | None:
     """Return the FLOPs of one step from run.json; None if unknown."""
-    told = number(json_file(directory / RUN) or {}, "flops_per_step")
-    return told if told is not None and told > 0 else None
+    stored = number(json_file(directory / RUN) or {}, "flops_per_step")
+    return stored if stored is not None and stored > 0 else None

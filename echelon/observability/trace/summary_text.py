@@ -26,11 +26,11 @@ COLUMNS = {
 def short_lines(summary: Summary) -> list[str]:
     """Return lines with the parts of the step, the slowest rank, and the path of the trace."""
     figures, cut = summary.figures, summary.figures.get("cut")
-    told = [f"timeline: {truncated_text.headline(cut)}"] if cut else []
+    headlines = [f"timeline: {truncated_text.headline(cut)}"] if cut else []
     if not figures["ranks"]:
-        return told or ["timeline: nothing was recorded"]
+        return headlines or ["timeline: nothing was recorded"]
     parts = ", ".join(f"{name} {percent(share)}" for name, share in _shares(figures) if share >= 0.001)
-    lines = [*told, f"timeline of {_steps(figures)}: {_ms(figures['step_ms'])} a step; {parts}"]
+    lines = [*headlines, f"timeline of {_steps(figures)}: {_ms(figures['step_ms'])} a step; {parts}"]
     if (slow := _slowest(figures)) is not None:
         lines.append(f"timeline: {slow}")
     if summary.trace is not None:
@@ -85,7 +85,7 @@ def _bubble(bubble: dict[str, float | None]) -> str:
 def _slowest(figures: dict[str, Any]) -> str | None:
     if figures.get("slowest_ms") is None:
         return None
-    words = f"slowest: rank {figures['slowest']}, {_ms(figures['slowest_ms'])} a step more of its own than the others"
+    words = f"slowest: rank {figures['slowest']}, {_ms(figures['slowest_ms'])} a step more own time than the others"
     late = figures.get("waited_for")
     if late is not None and late["ms"] > 0:
         words += f"; others waited {_ms(late['ms'])} a step for rank {late['rank']}"

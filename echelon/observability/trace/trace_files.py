@@ -16,6 +16,7 @@ from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.observability.runlog.run_directory import existing_directory, records_elsewhere
+from echelon.observability.runlog.tolerant_json import json_value
 from echelon.observability.trace.partial_file import TraceTruncation, read_part
 from echelon.observability.trace.span import Span, span_of
 
@@ -136,7 +137,7 @@ def recorded_at(folder: Path) -> float | None:
     times = []
     for file in of_ranks(folder).values():
         with contextlib.suppress(OSError), file.open(encoding="utf-8", errors="replace") as lines:
-            about = _json(next(lines, ""))
+            about = json_value(next(lines, ""))
             if isinstance(about, dict) and isinstance(began := about.get("began"), int | float):
                 times.append(float(began))
     return max(times, default=None)
@@ -146,7 +147,7 @@ def _reads(file: Path) -> bool:
     """Return True if the file is a rank's trace: the run's directory has other files of the same name."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
-            return _is_ours(_json(next(lines, "")))
+            return _is_ours(json_value(next(lines, "")))
     except OSError:
         return False
 
@@ -166,17 +167,10 @@ def read_rank(file: Path) -> RankTrace | None:
         first, *lines = file.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     except OSError:
         return None
-    about: Any = _json(first)
+    about: Any = json_value(first)
     if not _is_ours(about):
         return None
-    told = map(_json, lines)
+    parsed = map(json_value, lines)
     if file.suffix == ".part":
-        return RankTrace(about["rank"], about, *read_part(about, told))
-    return RankTrace(about["rank"], about, [span for line in told if (span := span_of(line)) is not None])
-
-
-def _json(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        return RankTrace(about["rank"], about, *read_part(about, parsed))
+    return RankTrace(about["rank"], about, [span for line in parsed if (span := span_of(line)) is not None])

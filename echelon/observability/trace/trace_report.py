@@ -53,5 +53,6 @@ def conclude(directory: Path | None) -> list[str]:
             summary = merge(folder)
             if (cut := summary.figures["cut"]) is None:
                 return summary.lines()
-            return [f"timeline: {headline(cut)}", f"timeline: 'echelon timeline {directory}' shows how far each came"]
+            how = f"timeline: 'echelon timeline {directory}' shows how far each rank came"
+            return [f"timeline: {headline(cut)}", how]
     return []

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from echelon.base.environment import TIMELINE
 from echelon.base.errors import EchelonError, PeerLost, UsageError, first_line
+from echelon.base.recorded_steps import AFTER_WARM_UP, RecordedSteps, parse_steps
 from echelon.distributed.activity import activity, waiting
 from echelon.observability.trace import trace_files
 from echelon.observability.trace.clock_sync import ClockMapping, ClockOffset, measure
@@ -27,11 +28,10 @@ from echelon.observability.trace.device_trace import DeviceTrace, device_spans
 from echelon.observability.trace.flops import ModelCallHook, can_count_flops, count_flops
 from echelon.observability.trace.live_writer import LiveSpanWriter
 from echelon.observability.trace.merge import merge
-from echelon.observability.trace.rank_header import about, processes
+from echelon.observability.trace.rank_header import about
 from echelon.observability.trace.span import Span
 from echelon.observability.trace.span_recorder import TraceRecorder
 from echelon.optim.grad_scaler import DTYPES
-from echelon.strategy.recorded_steps import AFTER_WARM_UP, RecordedSteps, parse_steps
 
 if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
@@ -48,7 +48,7 @@ def requested_session(log: Log, directory: Path | None) -> TraceSession | None:
     if not text:
         return None
     if directory is None:
-        raise UsageError("Log(timeline=...) needs a place to write: give Log(dir=...), or use 'echelon run'")
+        raise UsageError("Log(timeline=...) needs a directory: give Log(dir=...), or use 'echelon run'")
     return TraceSession(
         text, "--timeline" if TIMELINE in os.environ else "Log(timeline=...)", directory / trace_files.FOLDER
     )
@@ -83,7 +83,7 @@ class TraceSession:
         """Start before the first step if the requested steps include step 1."""
         if engine.trial is not None:
             self.over = True
-        elif parse_steps(self._asked, self._asked_by, 0).first == 1:
+        elif engine.steps == 0 and parse_steps(self._asked, self._asked_by, 0).first == 1:
             self.start(engine)
 
     def start(self, engine: EngineView) -> None:
@@ -91,18 +91,17 @@ class TraceSession:
         self._steps = self._steps or parse_steps(self._asked, self._asked_by, engine.steps)
         if activity.recorder is not None:
             self.over = True
-            engine.say(f"{self._asked_by}: another timeline is being recorded; this one is left out")
+            engine.say(f"{self._asked_by}: another timeline is being recorded; this one is skipped")
         else:
             self._start(engine)
 
-    def after(self, engine: EngineView, total: int | None = None) -> TraceSession | None:
-        """Start, continue or finish after a step; return this session, or ``None`` once it is over.
+    def after(self, engine: EngineView, total: int | None = None) -> None:
+        """Start, continue or finish after a step, unless the session is over.
 
         total: last step of the run; None if unknown
         """
         if not self.over:
             self._after(engine, total)
-        return None if self.over else self
 
     def _after(self, engine: EngineView, total: int | None) -> None:
         if self._steps is None:
@@ -155,7 +154,7 @@ class TraceSession:
                 device.start()
             except RuntimeError as error:  # another profiler is running
                 device = None
-                engine.say(f"timeline: no spans of the GPU ({first_line(error)})")
+                engine.say(f"timeline: GPU spans are not recorded ({first_line(error)})")
         self._make_way(engine)
         control = engine.world.control
         with waiting("timeline: clocks", "", control):
@@ -170,27 +169,27 @@ class TraceSession:
             taps.open()
         live = self._live(engine, before, recorder, taps)
         self._under_way = _ActiveTrace(recorder, taps, device, seen, before, live)
-        activity.recorder = recorder
+        activity.record_with(recorder)
 
     def _make_way(self, engine: EngineView) -> None:
         try:
-            if engine.worker == 0:
-                trace_files.forget(self._folder, beyond=processes(engine))
-            trace_files.make_way(self._folder, engine.worker)
+            if engine.world.rank == 0:
+                trace_files.forget(self._folder, beyond=engine.world.size)
+            trace_files.make_way(self._folder, engine.world.rank)
         except OSError as error:
-            engine.say(f"timeline: '{self._folder}' cannot be cleared of what is there: {error.strerror}")
+            engine.say(f"timeline: '{self._folder}' cannot be emptied: {error.strerror}")
 
     def _live(
         self, engine: EngineView, before: ClockOffset, recorder: TraceRecorder, taps: CommHooks
     ) -> LiveSpanWriter:
         assert self._steps is not None
-        told = about(engine, ClockMapping(before, before), self._steps)
-        return LiveSpanWriter(self._folder, engine.worker, told, recorder, taps)
+        header = about(engine, ClockMapping(before, before), self._steps)
+        return LiveSpanWriter(self._folder, engine.world.rank, header, recorder, taps)
 
     def _let_go(self) -> None:
         """Stop recording and remove all hooks."""
         assert self._under_way is not None
-        activity.recorder = None
+        activity.record_with(None)
         self._under_way.taps.close()
         if self._under_way.seen is not None:
             self._under_way.seen.close()
@@ -213,7 +212,7 @@ class TraceSession:
         """Stop recording and return this rank's spans on rank 0's clock, with the clock. All ranks call it together."""
         assert self._under_way is not None
         recorder, taps, _, seen, before, _ = self._under_way
-        activity.recorder = None
+        activity.record_with(None)
         taps.close()
         if seen is not None:
             seen.close()
@@ -235,21 +234,21 @@ class TraceSession:
         self._let_go()
         if live.failed:
             engine.say(f"timeline: {live.failed}")
-        told = about(engine, clock, self._steps)
-        told |= {"steps": [min(s.step for s in spans), max(s.step for s in spans)], "flops": self._flops}
+        header = about(engine, clock, self._steps)
+        header |= {"steps": [min(s.step for s in spans), max(s.step for s in spans)], "flops": self._flops}
         try:
-            self._gather(engine, told, spans, live)
+            self._gather(engine, header, spans, live)
         except EchelonError as error:  # for example a full disk, which must not end the training
             engine.say(f"timeline: {error}")
 
-    def _gather(self, engine: EngineView, told: dict[str, Any], spans: list[Span], live: LiveSpanWriter) -> None:
+    def _gather(self, engine: EngineView, header: dict[str, Any], spans: list[Span], live: LiveSpanWriter) -> None:
         """Send the spans to rank 0, which writes the complete files; they replace the partial files."""
-        control, content = engine.world.control, trace_files.lines_of(told, spans).encode()
+        control, content = engine.world.control, trace_files.lines_of(header, spans).encode()
         if control is not None and dist.get_rank(control) > 0:
             _send(content, control)
             _hear_that_it_is_kept(control, live)
             return
-        received = {engine.worker: content} | (_receive(control) if control is not None else {})
+        received = {engine.world.rank: content} | (_receive(control) if control is not None else {})
         kept = False
         try:
             for rank, each in received.items():
@@ -259,11 +258,11 @@ class TraceSession:
             if control is not None:
                 _say_that_it_is_kept(control, kept)
         live.remove()
-        if engine.worker == 0:
+        if engine.world.rank == 0:
             self._tell(engine)
 
     def _tell(self, engine: EngineView) -> None:
-        if processes(engine) > 1 and engine.world.control is None:
+        if engine.world.size > 1 and engine.world.control is None:
             engine.say(f"timeline: 'echelon timeline {self._folder.parent}' shows all workers when they are done")
             return
         if sum(file.stat().st_size for file in trace_files.of_ranks(self._folder).values()) > LARGE:

@@ -99,8 +99,8 @@ def _failure(folder: Path | None, parts: Sequence[tuple[RankTrace, TraceTruncati
     if folder is None or began is None:
         return {}
     events = [event for place in (folder.parent, folder.parent.parent) for event in json_lines(place / EVENTS)]
-    told = (e for e in events if text(e, "kind") in ("failed", "restart") and (number(e, "time") or 0.0) >= began)
-    return next(told, {})
+    failures = (e for e in events if text(e, "kind") in ("failed", "restart") and (number(e, "time") or 0.0) >= began)
+    return next(failures, {})
 
 
 def _is_running(ranked: RankTrace) -> bool:

@@ -9,9 +9,9 @@ from echelon.base.formatting import duration
 
 def headline(cut: dict[str, Any]) -> str:
     """Return one line with the requested steps and the outcome."""
-    asked = "" if cut["asked"] is None else f"{_steps(*cut['asked'])} asked for; "
+    asked = "" if cut["asked"] is None else f"{_steps(*cut['asked'])} requested; "
     if cut["running"]:
-        return f"still recording: {asked}this is what there is so far"
+        return f"still recording: {asked}the result is partial"
     words = f"cut short: {asked}{_came(cut)}"
     if cut["first"] is not None:
         words += f"; rank {cut['first']} stopped first"
@@ -28,7 +28,10 @@ def lines(cut: dict[str, Any]) -> list[str]:
     if cut["missing"]:
         ranks = ", ".join(map(str, cut["missing"][:8])) + (", ..." if len(cut["missing"]) > 8 else "")
         one = len(cut["missing"]) == 1
-        found.append(f"  rank{'' if one else 's'} {ranks}: nothing here; on a disk of another host, or it never began")
+        found.append(
+            f"  rank{'' if one else 's'} {ranks}: no records here; they are on the disk of another host, or were "
+            "never begun"
+        )
     return found
 
 
@@ -36,8 +39,8 @@ def _came(cut: dict[str, Any]) -> str:
     """Return text for the last step that all ranks have completed."""
     known = [row["step"] for row in cut["ranks"]]
     if any(step is None for step in known):
-        return "no step was done by all ranks"
-    return f"all ranks came through step {min(known)}" if len(known) > 1 else f"it came through step {known[0]}"
+        return "no step was completed by all ranks"
+    return f"all ranks completed step {min(known)}" if len(known) > 1 else f"it completed step {known[0]}"
 
 
 def _rank(row: dict[str, Any], running: bool) -> str:
@@ -48,8 +51,8 @@ def _rank(row: dict[str, Any], running: bool) -> str:
         words += f"; it ended with {row['said']}"
     elif row["said"] is None and not running:
         silent = row["silent_ms"] / 1e3
-        early = f", {duration(silent)} before the last word of another" if silent >= 0.1 else ""
-        words += f"; no word after that{early}"
+        early = f", {duration(silent)} before the last record of another rank" if silent >= 0.1 else ""
+        words += f"; no record after that{early}"
     return words
 
 

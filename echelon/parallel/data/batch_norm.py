@@ -129,9 +129,10 @@ def _alone(
     """Return ``dy * weight / std``, and the local sums of ``dy * x_hat`` and ``dy``."""
     if x.is_cuda and x.stride(1) == 1:
         return _alone_in_plain_words(dy, x, weight, mean, var, eps)
-    # In evaluation mode the kernel returns exactly these three.
+    # In evaluation mode the kernel returns exactly these three; on CUDA it needs a weight to return the second.
+    scale = torch.ones_like(mean) if weight is None else weight
     dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-        dy, x, weight, mean, var, None, None, False, eps, [True, True, True]
+        dy, x, scale, mean, var, None, None, False, eps, [True, True, True]
     )
     return dx, dw, db
 

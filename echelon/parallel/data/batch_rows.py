@@ -29,17 +29,17 @@ class BatchRows:
 
     def __init__(self, plan: Plan, grid: MeshGroups, served: bool = False) -> None:
         self._plan, self._grid, self._served = plan, grid, served
-        self._group: dist.ProcessGroup | None = None
+        self._group = grid.group(*plan.data_axes)
         self.is_used = False  #: True if rows were gathered in this pass; in a user-written loop, since the last update
         BatchRows.current = self
-
-    def open(self) -> None:
-        """Create the process group of the replicas; all ranks call this together."""
-        self._group = self._grid.group(*self._plan.data_axes)
 
     def begin(self) -> None:
         """Make this instance the current one, at the beginning of a pass of its engine."""
         BatchRows.current, self.is_used = self, False
+
+    def restart(self) -> None:
+        """Forget that rows were gathered, after the update of a user-written loop."""
+        self.is_used = False
 
     def gather(self, features: Sequence[Tensor]) -> list[Tensor]:
         """Return the rows of all replicas for each tensor, in replica order, with gradients."""
@@ -49,8 +49,7 @@ class BatchRows:
             return list(features)
         if any(isinstance(each, FakeTensor) for each in features):  # another stage's, or a forward is being recorded
             return [torch.cat([each] * replicas) for each in features]
-        if self._group is None:
-            raise UsageError("gather_batch(): the engine has no plan yet; call it in the model or the loss of a step")
+        assert self._group is not None
         self.is_used = True
         return [self._gathered(each, self._group) for each in features]
 

@@ -128,7 +128,7 @@ class Compressor:
         """Load a state that ``tensors`` returned for the same parameters."""
         mine = self.tensors()
         if odd := sorted(mine.keys() ^ state.keys()):
-            where = "is missing from" if odd[0] in mine else "is unknown but in"
+            where = "is missing from" if odd[0] in mine else "is only in"
             raise CheckpointError(
                 f"'{odd[0]}' {where} the compression state; load one of the same compressed parameters"
             )

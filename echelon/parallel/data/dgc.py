@@ -201,7 +201,7 @@ def _refuse_others(source: torch.optim.Optimizer) -> None:
         )
     for name in ("dampening", "maximize"):
         if any(group[name] for group in source.param_groups):
-            raise UsageError(f"dgc does not know SGD({name}=...); leave it out")
+            raise UsageError(f"dgc does not support SGD({name}=...); leave it out")
 
 
 def _pack(positions: Tensor, values: Tensor) -> Tensor:

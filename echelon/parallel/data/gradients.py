@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from echelon.base.errors import LossError, UsageError
-from echelon.observability.metrics.step_clock import StepClock
 from echelon.optim.grad_scaler import LossScaler
 from echelon.parallel.clip import Census
 from echelon.parallel.data.dgc import SparseMomentum
@@ -44,6 +43,7 @@ class Gradients:
     reducers:   reducers by optimizer; empty if this process steps alone
     census:     norm and finiteness over all ranks that hold a part of the model
     sums:       further sums to compute after the gradients are reduced
+    group:      ranks that share a loss, which piggybacks on a reducer that covers them; None if this rank is alone
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Gradients:
         scaler: LossScaler,
         census: Census,
         sums: Sequence[PartialGradientSum] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._plan = plan
         self._scaler = scaler
@@ -86,7 +87,7 @@ class Gradients:
         self._own_samples: Count = 0.0  # counts of this rank's losses
         self.weights: Tensor | float = 0.0  #: sum of the weights of this rank's losses
         self._boost = 1.0  # factor in addition to the loss scale, see ``_assume``
-        self._carrier: PiggybackSum | None = None  # see ``ride``
+        self._carrier = self._carrier_of(group)
         self.overflowed = False  #: True if some gradient is not finite, so that the step must be skipped
         self._stale = True  # gradients of a finished update stay readable until the next backward begins
 
@@ -116,43 +117,38 @@ class Gradients:
         """True if this rank steps alone and has seen no sample, so that there is nothing to apply."""
         return not self._reducers and isinstance(self.merged_samples, float | int) and self.merged_samples == 0
 
-    def add(
-        self,
-        backward: Callable[[], None],
-        tally: GlobalLoss | PipelineGlobalLoss,
-        clock: StepClock,
-        step: int,
-        passes: Passes = once,
-    ) -> None:
-        """Run ``backward``, which multiplies losses by the result of ``weigh``.
+    def before_backward(self, loss: GlobalLoss | PipelineGlobalLoss, step: int, passes: Passes = once) -> None:
+        """Prepare a backward pass, which multiplies losses by the result of ``weigh``.
 
-        The last of the merged passes also reduces the gradients, while backward runs. Every rank weights its loss by
-        its share of the global batch, so that the sum of the gradients over ranks and merged passes is the exact mean,
-        however uneven the shares are.
+        Every rank weights its loss by its share of the global batch, so that the sum of the gradients over ranks and
+        merged passes is the exact mean, however uneven the shares are. In the last of the merged passes, the gradients
+        are reduced while backward runs.
         """
         self.clear()
         self.merged += 1
-        self._assume(tally)
+        self._assume(loss)
         if self.ready or self.holds_sums:
             self._arm(self._owned, step, passes)
-        backward()
-        clock.lap("backward")
-        if not tally.rides:
-            self._note(tally)
-        if self.ready or self.holds_sums:
-            self._reduce(self._owned)
-        if tally.rides:
-            self._note(tally)
-        if self.ready:
-            self._settle(self._owned, step)
-            clock.lap("communicate")
 
-    def meet(self, group: dist.ProcessGroup | None) -> None:
-        """Let the loss of each step piggyback on a reducer, if one covers ``group``, the ranks that share a loss."""
-        if group is None or len(self._reducers) > 1 or self._plan.gradient_merge > 1:
-            return
-        for reducer in self._reducers.values():
-            self._carrier = reducer if isinstance(reducer, Reducer) and reducer.can_piggyback(group) else None
+    def after_backward(self, loss: GlobalLoss | PipelineGlobalLoss, step: int) -> bool:
+        """Add the pass to the totals; after the last of the merged passes, complete the reduction and return True."""
+        rides, ready = loss.rides, self.ready
+        if not rides:
+            self._note(loss)
+        if ready or self.holds_sums:
+            self._reduce(self._owned)
+        if rides:
+            self._note(loss)
+        if ready:
+            self._settle(self._owned, step)
+        return ready
+
+    def _carrier_of(self, group: dist.ProcessGroup | None) -> PiggybackSum | None:
+        """Return the reducer that the loss of each step can piggyback on."""
+        if group is None or len(self._reducers) != 1 or self._plan.gradient_merge > 1:
+            return None
+        (reducer,) = self._reducers.values()
+        return reducer if isinstance(reducer, Reducer) and reducer.can_piggyback(group) else None
 
     @property
     def counts_first(self) -> bool:

@@ -27,7 +27,10 @@ from echelon.strategy import AdaptiveLocalSgd, LocalSgd, Outer
 
 
 class LocalSgdAverager:
-    """Counts local steps and averages the replicas when a sync is due."""
+    """Counts local steps and averages the replicas when a sync is due.
+
+    before_sync: called before the sync at the end of a step
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class LocalSgdAverager:
         optimizers: Mapping[str, torch.optim.Optimizer],
         scaler: LossScaler,
         group: dist.ProcessGroup,
+        before_sync: Callable[[], None],
     ) -> None:
         assert plan.local is not None
         self._settings: LocalSgd | AdaptiveLocalSgd = plan.local
@@ -57,7 +61,7 @@ class LocalSgdAverager:
         self._first: float | None = None  # loss of the first step: this rank's own, after a sync the mean of all ranks
         self._first_rate = 0.0
         self._agreed = not adaptive
-        self.before_meeting: Callable[[], None] = lambda: None  #: called before the sync at the end of a step
+        self._before_sync = before_sync
 
     def after_step(self, step: int, loss: Tensor, rate: float) -> str | None:
         """Sync if it is due after update ``step`` (counted from 1); return a line to log if k changed."""
@@ -68,7 +72,7 @@ class LocalSgdAverager:
         if self.since < self._apart(step):
             return None
         before = self.k
-        self.before_meeting()
+        self._before_sync()
         self.meet()
         if adaptive:
             self._adapt(float(loss), rate)
@@ -174,7 +178,7 @@ class LocalSgdAverager:
             smallest = torch.tensor([self._scaler.scale], dtype=torch.double, device=self._device)
             with waiting("loss scale", "", self._group):
                 dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
-            self._scaler.scale = float(smallest)
+            self._scaler.lower_to(float(smallest))
 
     def _adapt(self, loss: float, rate: float) -> None:
         """Set k from the mean loss over the ranks whose loss is finite."""

@@ -76,6 +76,10 @@ class BatchNormSync:
             self.remark(line)
             self.remark = None
 
+    def end_remarks(self) -> None:
+        """Stop looking for differences after the first forward."""
+        self.remark = None
+
 
 def synchronize(
     model: nn.Module,
@@ -166,13 +170,13 @@ class _SyncedModule(nn.Module):
         rows = next((leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor) and leaf.dim()), 0)
         other = next((count for count in calls.rows if count != rows), rows)
         if not calls.rows and not all(map(torch.equal, before, _running_statistics(self))):
-            self.sharing.say_once(f"{where} computes statistics without F.batch_norm; they stay those of each replica")
+            self.sharing.say_once(f"{where} computes statistics without F.batch_norm; they stay per replica")
         elif other != rows:
             self.sharing.say_once(
                 f"{where} normalizes {other} rows of {rows} by themselves, chosen by their place in each replica's "
                 "batch; one process chooses by their place in the global batch"
             )
-        self.sharing.remark = None
+        self.sharing.end_remarks()
         return result
 
 

@@ -292,28 +292,28 @@ def _names(terms: Sequence[LossTerm]) -> str:
     return ", ".join(dict.fromkeys(re.sub(r"Backward\d*$", "", term.node) for term in terms))
 
 
-_REMEDY = "give step(..., samples=...) what it averages over, if that is something else"
+_REMEDY = "give step(..., samples=...) the number it averages over, if that is not the number of rows"
 
 
 def _cannot_see(terms: Sequence[LossTerm]) -> str:
     seen = f" ({_names(terms)})" if terms else ""
     return (
-        f"loss: what it averages over cannot be seen{seen}; ranks and passes are weighted by rows, which is one "
-        f"process's number for a mean over rows; {_REMEDY}"
+        f"loss: the number it averages over cannot be read{seen}; ranks and passes are weighted by rows, which "
+        f"matches one process for a mean over rows; {_REMEDY}"
     )
 
 
 def _partly_seen(main: LossTerm, others: Sequence[LossTerm]) -> str:
     return (
-        f"loss: ranks and passes are weighted by what {_names([main])} averages over; what its other terms "
-        f"({_names(others)}) average over cannot be seen, and they may differ from one process's"
+        f"loss: ranks and passes are weighted by the number that {_names([main])} averages over; the numbers of its "
+        f"other terms ({_names(others)}) cannot be read, and these terms may differ from one process"
     )
 
 
 def _of_different_lengths(now: float, before: float) -> str:
     return (
-        f"loss: a mean over all entries of rows that have {now:,.0f} entries here and had {before:,.0f} before; it is "
-        "one process's number only where all ranks have rows of one length in a step: mask what is padding, or pad all "
+        f"loss: a mean over all entries of rows that have {now:,.0f} entries here and had {before:,.0f} before; it "
+        "matches one process only where all ranks have rows of one length in a step: mask the padding, or pad all "
         "batches to one length"
     )
 
@@ -321,5 +321,5 @@ def _of_different_lengths(now: float, before: float) -> str:
 def _different(terms: Sequence[LossTerm]) -> str:
     return (
         f"loss: its terms ({_names(terms)}) average over different numbers of targets; ranks and passes are weighted "
-        "by the first one's, and the others are one process's only where every rank has as many"
+        "by the first term's, and the others match one process only where every rank has equally many"
     )

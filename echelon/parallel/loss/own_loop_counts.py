@@ -53,8 +53,9 @@ class OwnLoopCounts:
             return first
         if all(each.kind == "mean" for each in self._counts):
             self._say(
-                "loss: the losses of one update average over different numbers of targets, so that ranks count alike "
-                "in it; that is one process's number only where ranks have as many; engine.step() weighs each of them"
+                "loss: the losses of one update average over different numbers of targets, so ranks are weighted "
+                "equally; that matches one process only where ranks have equally many; engine.step() weights each "
+                "loss"
             )
         return UNKNOWN
 

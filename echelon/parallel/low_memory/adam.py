@@ -62,8 +62,8 @@ class LowMemoryAdam(SharingOptimizer):
         require_plain("low_memory", source, (Adam, AdamW))
         super().__init__([{**group} for group in source.param_groups], dict(source.defaults))
         share_groups(self, source)
-        self.factor: Callable[[], float] = lambda: 1.0  #: returns the factor of the learning rates
-        self.copies: Callable[[], StateCopies | None] = lambda: None  #: returns copies that may still read the state
+        self._factor: Callable[[], float] = lambda: 1.0
+        self._copies: Callable[[], StateCopies | None] = lambda: None
         names = {id(parameter): name for name, parameter in named.items()}
         members = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         exact = [_as_bf16(names[id(parameter)], parameter) for parameter, _ in members]
@@ -82,6 +82,14 @@ class LowMemoryAdam(SharingOptimizer):
         longest = max((piece.end - piece.begin for piece in self._pieces() if piece.on_host), default=0)
         self._ring = HostStateRing(device, longest) if longest else None
         self._update = _kernel() if device.type == "cuda" and has_triton() else formats.update
+
+    def connect(self, factor: Callable[[], float], copies: Callable[[], StateCopies | None]) -> None:
+        """Use an engine's state.
+
+        factor: returns the factor of the learning rates
+        copies: returns copies that may still read the optimizer's state
+        """
+        self._factor, self._copies = factor, copies
 
     def _pieces(self) -> Iterable[StateChunk]:
         return (piece for entry in self.entries for piece in entry.pieces)
@@ -111,7 +119,7 @@ class LowMemoryAdam(SharingOptimizer):
 
     def begin(self, entries: Iterable[LowMemoryParam]) -> None:
         """Begin a step whose gradients are expected in this order, and prefetch their state."""
-        if (copies := self.copies()) is not None:
+        if (copies := self._copies()) is not None:
             copies.hold()
         if self._ring is not None:
             self._ring.expect(piece for entry in entries for piece in entry.pieces if piece.on_host)
@@ -139,7 +147,7 @@ class LowMemoryAdam(SharingOptimizer):
 
     def _rule(self, entry: LowMemoryParam) -> AdamStepScalars:
         group, step = entry.group, entry.kept["step"]
-        rate, decay = float(group["lr"]) * self.factor(), group["weight_decay"]
+        rate, decay = float(group["lr"]) * self._factor(), group["weight_decay"]
         beta1, beta2 = map(float, group["betas"])
         decoupled = group.get("decoupled_weight_decay", False)
         return AdamStepScalars(
@@ -188,7 +196,7 @@ def attend(
     """Connect low-memory optimizers to an engine's rate factor and state copies; return a log line for each."""
     low_memory = {key: optimizer for key, optimizer in optimizers.items() if isinstance(optimizer, LowMemoryAdam)}
     for optimizer in low_memory.values():
-        optimizer.factor, optimizer.copies = factor, copies
+        optimizer.connect(factor, copies)
     return [
         f"low_memory: {o.places}{f' (optimizer {key})' if len(low_memory) > 1 else ''}" for key, o in low_memory.items()
     ]

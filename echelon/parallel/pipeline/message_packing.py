@@ -93,7 +93,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    assert isinstance(dtype, torch.dtype), f"a peer speaks of a dtype '{name}'"
+    assert isinstance(dtype, torch.dtype), f"a peer sent the unknown dtype '{name}'"
     return dtype
 
 

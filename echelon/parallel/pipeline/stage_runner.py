@@ -356,7 +356,7 @@ class _Pass:
         for key, made in self.made.items():
             if made._version != self._versions[key]:
                 raise UsageError(
-                    f"the forward changes what '{key.rpartition('#')[0]}' returns in place, and did not when stages "
+                    f"the forward changes the output of '{key.rpartition('#')[0]}' in place, and did not when stages "
                     "were cut; change a copy of it"
                 )
 
@@ -434,6 +434,6 @@ def _about_placeholders(error: Exception) -> bool:
 
 def _other_way(what: str) -> UsageError:
     return UsageError(
-        f"{what} needs a value that it did not need when stages were cut: the forward takes another way now; decide "
-        "inside a module with a stage, or cut the stages with a batch that goes this way"
+        f"{what} needs a value that it did not need when stages were cut: the forward takes another path now; decide "
+        "inside a module with a stage, or cut the stages with a batch that takes this path"
     )

@@ -166,7 +166,7 @@ class PipelineExchange:
         """Wait until all messages are sent."""
         for sent in [sent for all_sent in self._sent.values() for sent in all_sent]:
             receiver = self._links.name(self._route.receiver(sent.message))
-            with waiting("delivery of what was sent", sent.message, receiver):
+            with waiting("completion of sends", sent.message, receiver):
                 sent.work.wait()
         self._sent.clear()
 
@@ -292,7 +292,7 @@ class PipelineExchange:
             self._headers[message] = self._begin(message, self._links.buffer(FRAME), header=True)
 
     def _read_header(self, message: StageMessage) -> Form:
-        assert not message.backward, f"{message} cannot come before what it is the gradient of"
+        assert not message.backward, f"{message} cannot come before its activation"
         self._begin_header(message)
         with waiting(_receiving(message), message, self._links.name(self._route.sender(message))):
             frame = self._headers.pop(message).wait().cpu()

@@ -138,7 +138,7 @@ def attention_pieces(module: nn.MultiheadAttention, mark: Split, axis: SplitAxis
         raise UnsplittableError(f'is split by heads; leave out how="{mark.how}"')
     require_gather(mark, "attention")
     if module.bias_k is not None or module.add_zero_attn:
-        raise UnsplittableError("has add_bias_kv or add_zero_attn, which split attention does not know")
+        raise UnsplittableError("has add_bias_kv or add_zero_attn, which split attention does not support")
     if (mark.sequence or axis.batch_per_rank) and not module.batch_first:
         raise UnsplittableError("has batch_first=False, but this split joins or cuts batch x sequence x features")
     heads = ranges_of(module.num_heads, mark, axis)

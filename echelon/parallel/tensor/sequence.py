@@ -54,8 +54,8 @@ class SequenceParallelMixin(nn.Module):
         normalized = len(self.normalized_shape) if isinstance(self, _LAYER_NORMS) else 0
         if x.dim() < 2 or normalized > x.dim() - 2:
             raise UsageError(
-                f'split(how="sequence") of {type(self).__name__} cuts dimension 1, which a {x.dim()}-dimensional input '
-                "does not have to spare; leave the mark out"
+                f'split(how="sequence") of {type(self).__name__} cuts dimension 1, but the input is '
+                f"{x.dim()}-dimensional; leave the mark out"
             )
         return x
 

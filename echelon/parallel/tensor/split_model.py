@@ -87,7 +87,7 @@ def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
             made: list[SplitSpec] = planner(module, mark, axis)
             return made
     inside = _splittable(module)
-    hint = f"; mark what is inside it: {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else ""
+    hint = f"; mark modules inside it: {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else ""
     raise UnsplittableError(f"cannot be split; {', '.join(kind.__name__ for kind in _PLANNERS)} can{hint}")
 
 

@@ -23,7 +23,13 @@ Kind = Literal["forward", "backward"]
 class GatherOrder:
     """Starts all-gathers of units; calls ``between`` before it waits for one."""
 
-    def __init__(self, units: Sequence[ShardUnit], exchange: ShardCollectives, device: torch.device) -> None:
+    def __init__(
+        self,
+        units: Sequence[ShardUnit],
+        exchange: ShardCollectives,
+        device: torch.device,
+        between: Callable[[], None],
+    ) -> None:
         self._units, self._exchange, self._device = units, exchange, device
         self._orders: dict[Kind, list[ShardUnit]] = {"forward": list(units), "backward": list(reversed(units))}
         self._learned: set[Kind] = set()
@@ -32,7 +38,7 @@ class GatherOrder:
         self._ahead: ShardUnit | None = None
         self._needed: list[int] = []
         self._unwanted: list[Arrival] = []
-        self.between: Callable[[], None] = lambda: None
+        self._between = between
 
     def begin(self, kind: Kind) -> None:
         self._drop()
@@ -46,7 +52,7 @@ class GatherOrder:
         if unit is self._ahead:
             self._ahead = None
         self._look_ahead()
-        self.between()
+        self._between()
         unit.arrive()
 
     def end(self, complete: bool) -> None:

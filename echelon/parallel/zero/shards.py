@@ -93,9 +93,7 @@ class Shards:
             held = {name: self._parameters[name] for name in inside}
             self._units[name] = ShardUnit(name, number, held, self._cuts, self.exchange, offload)
             self.shards |= self._units[name].shards
-        visits = ParamGatherer(list(self._units.values()), self.exchange, device)
-        visits.passes.between = self._relieve
-        return visits
+        return ParamGatherer(list(self._units.values()), self.exchange, device, self._relieve)
 
     def _hand_over(self) -> None:
         names = {parameter: name for name, parameter in self._parameters.items()}

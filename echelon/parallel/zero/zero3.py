@@ -72,9 +72,16 @@ class _ModuleCall:
 class ParamGatherer:
     """Unshards and reshards units in forward and backward."""
 
-    def __init__(self, units: Sequence[ShardUnit], exchange: ShardCollectives, device: torch.device) -> None:
+    def __init__(
+        self,
+        units: Sequence[ShardUnit],
+        exchange: ShardCollectives,
+        device: torch.device,
+        between: Callable[[], None],
+    ) -> None:
+        """between: called before each wait for an all-gather"""
         self.units = units
-        self.passes = GatherOrder(units, exchange, device)
+        self.passes = GatherOrder(units, exchange, device, between)
         self._of = {id(p): unit for unit in units for p in unit.parameters.values()}
         self._shard_of = {id(unit.parameters[name]): unit.shards[name] for unit in units for name in unit.shards}
         self._memory: dict[int, tuple[ShardUnit, nn.Parameter, Tensor]] = {}  # unsharded parameters by address

@@ -114,21 +114,21 @@ class ShardPersistence:
         try:
             self._check_open()
             if self._shard.broken:  # the journal has the correct state, and a restart replays it
-                raise CheckpointError(f"what server {self._shard.server} holds is not kept: {self._shard.broken}")
+                raise CheckpointError(f"server {self._shard.server} has stopped saving its state: {self._shard.broken}")
             yield self._shard
         finally:
             self._shard.lock.release()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CheckpointError("the job that was being kept is over")
+            raise CheckpointError("the job whose state was saved has ended")
 
     # ---- every change ----
 
     def append(self, frame: WireMessage) -> None:
         """Journal a change before it is applied. The caller holds the shard's lock."""
         if self._closed:
-            raise PeerLost(f"server {self._shard.server} is going; what it was sent is not written down")
+            raise PeerLost(f"server {self._shard.server} is shutting down; the request was not journaled")
         if self._segment is None:
             return
         offset, buffers = self._segment.size, encode(self._shard.lsn + 1, frame)
@@ -236,7 +236,7 @@ class ShardPersistence:
             self.snapshot()
         except EchelonError as error:
             if not self._closed:
-                say(f"no snapshot of server {self._shard.server}: {error}")
+                say(f"server {self._shard.server} could not write a snapshot: {error}")
                 self._stopped.wait(AFTER_FAILURE)
 
     # ---- checkpoints ----

@@ -39,7 +39,7 @@ class ReplicaHost:
         head = frame.head
         server = head.get("server")
         if type(server) is not int or server < 0:
-            raise EchelonError(f"a mirror of server {server!r} was asked for; servers are numbers from 0 on")
+            raise EchelonError(f"a replica of server {server!r} was requested; servers are numbered from 0")
         home = self._directory / f"mirror-of-{server}"
         try:
             if head["op"] == "mirrored":
@@ -143,7 +143,9 @@ class RemoteReplica:
             while file.tell() < size:
                 piece = self._ask({"op": "mirrored", "file": name, "offset": file.tell()}).arrays[0]
                 if not piece.size:
-                    raise CheckpointError(f"the replica of {path.name} is shorter than said; start the server again")
+                    raise CheckpointError(
+                        f"the replica of {path.name} is shorter than announced; start the server again"
+                    )
                 file.write(piece.tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -197,14 +199,14 @@ def _checked(name: Any) -> str:
 
 def _names(names: Any) -> list[str]:
     if not isinstance(names, list):
-        raise EchelonError(f"keep={str(names)[:40]!r} of a mirror; it must be a list of names")
+        raise EchelonError(f"keep={str(names)[:40]!r} of a replica; it must be a list of names")
     return [_checked(name) for name in names]
 
 
 def _count(head: dict[str, Any], name: str) -> int:
     value = head.get(name, 0)
     if type(value) is not int or value < 0:
-        raise EchelonError(f"{name}={value!r} of a mirrored file; it must be 0 or more")
+        raise EchelonError(f"{name}={value!r} of a replicated file; it must be 0 or more")
     return value
 
 

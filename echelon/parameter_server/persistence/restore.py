@@ -82,14 +82,14 @@ class Manifest:
             chain = tuple(SnapshotChainFile(**part) for part in plain.pop("chain"))
             return cls(**plain, chain=chain)
         except (TypeError, KeyError):
-            raise CheckpointError(f"{path} is not a manifest of ours; restore it from a copy") from None
+            raise CheckpointError(f"{path} is not a manifest of Echelon; restore it from a copy") from None
 
     def opened(self, directory: Path, stack: ExitStack, since: int | None = None) -> list[SnapshotFile]:
         """Open the files of the chain, or those after snapshot ``since``, and check their size and index."""
         if since is not None and not self.chain[0].number <= since < self.number:
             raise UsageError(
-                f"changes since snapshot {since} cannot be told apart: this server knows those since "
-                f"{self.chain[0].number} up to {self.number}; export the whole table"
+                f"changes since snapshot {since} are not known: this server has the changes from snapshot "
+                f"{self.chain[0].number} to {self.number}; export the whole table"
             )
         parts = [part for part in self.chain if since is None or part.number > since]
         return [stack.enter_context(SnapshotFile(directory / part.file, part.bytes, part.index)) for part in parts]

@@ -8,26 +8,25 @@ Rows are written bucket by bucket, so memory does not grow with the table. Ids t
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import CheckpointError, UsageError, nearest
 from echelon.checkpoint.os_errors import cannot_write
+from echelon.checkpoint.tensorfile import TensorSlot, header_of
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, locate
 from echelon.parameter_server.persistence.snapshot import SnapshotFile, merge_delta_rows
 from echelon.parameter_server.table import BucketRows
 from echelon.parameter_server.table.records import META, WAITING
 
-Format = Literal["parquet", "safetensors"]
 #: A Parquet row group is written at this many rows, or at this many bytes of weights.
 _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 64 << 20
 #: Bytes reserved for the header of a safetensors file, whose content is known only after the rows are written.
@@ -92,7 +91,7 @@ def _chosen(table: str | None, known: list[str], path: Path) -> str:
     if not known:
         raise UsageError(f"{path} has no tables to export")
     if table is None:
-        raise UsageError(f"{path} has the tables {', '.join(sorted(known))}; say which one to export")
+        raise UsageError(f"{path} has the tables {', '.join(sorted(known))}; choose one with --table")
     raise UsageError(f"{path} has no table '{table}'{nearest(table, known)}")
 
 
@@ -176,16 +175,13 @@ def _beside(stack: ExitStack, path: Path) -> BinaryIO:
 
 
 def _header(table: TableExport, rows: int, removed: int) -> bytes:
-    shapes: list[tuple[str, str, list[int]]] = [("weights", "F32", [rows, table.dim]), ("ids", "I64", [rows])]
+    slots = [
+        TensorSlot("weights", "F32", [rows, table.dim], 4 * rows * table.dim),
+        TensorSlot("ids", "I64", [rows], 8 * rows),
+    ]
     if table.delta:
-        shapes.append(("removed", "I64", [removed]))
-    fields: dict[str, Any] = {"__metadata__": {"table": table.name, "version": str(table.version)}}
-    start = 0
-    for name, dtype, shape in shapes:
-        end = start + int(np.prod(shape)) * (4 if dtype == "F32" else 8)
-        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(fields, separators=(",", ":")).encode().ljust(_HEADER - 8)
-    if len(text) != _HEADER - 8:
+        slots.append(TensorSlot("removed", "I64", [removed], 8 * removed))
+    header = header_of(slots, {"table": table.name, "version": str(table.version)}, _HEADER)
+    if len(header) != _HEADER:
         raise UsageError(f"the name of table '{table.name[:40]}...' is too long for a safetensors header; use Parquet")
-    return len(text).to_bytes(8, "little") + text
+    return header

@@ -66,5 +66,5 @@ def _body(batch: Any, at: int) -> memoryview:
         raise WireMessageError("a message whose columns are not plain bytes")
     first, last = _OFFSETS.unpack_from(offsets)
     if not 0 <= first <= last <= (data.size if data is not None else 0):
-        raise WireMessageError(f"a message whose bytes {first} to {last} are not there")
+        raise WireMessageError(f"a message without its bytes {first} to {last}")
     return memoryview(data)[first:last] if data is not None else memoryview(b"")

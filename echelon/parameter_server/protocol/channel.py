@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from echelon.base.environment import PS_JOIN_TIMEOUT
 from echelon.base.errors import EchelonError, PeerLost
+from echelon.base.heartbeat_monitor import HeartbeatMonitor
 from echelon.base.security import OPEN, Security
 from echelon.parameter_server.protocol.arrow_wire import to_batch
 from echelon.parameter_server.protocol.connection import (
@@ -309,7 +310,7 @@ class ServerChannel:
     def _lost(self, why: str) -> PeerLost:
         if not self._acquainted and self._join is not None:
             return PeerLost(
-                f"{self.name} at {self.endpoint} has not come within {self._join:g} s ({why}); "
+                f"{self.name} at {self.endpoint} has not answered within {self._join:g} s ({why}); "
                 f"start it, or give it more time by --join-timeout or {PS_JOIN_TIMEOUT}"
             )
         return PeerLost(
@@ -345,7 +346,7 @@ class HeartbeatSender:
         self._hear = hear
         self._links = {link.endpoint: link for link in links}
         self._connections: dict[str, FlightConnection] = {}
-        self._heard = dict.fromkeys(endpoints, time.monotonic())
+        self._endpoints, self._heartbeats = tuple(endpoints), HeartbeatMonitor()
         self._stop, self._process = threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
@@ -360,7 +361,7 @@ class HeartbeatSender:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            for endpoint in self._heard:
+            for endpoint in self._endpoints:
                 self._beat(endpoint)
             self._stop.wait(self._every)
         for connection in self._connections.values():
@@ -371,7 +372,7 @@ class HeartbeatSender:
             if endpoint not in self._connections:
                 self._connections[endpoint] = FlightConnection(endpoint, self._security)
             answer = self._connections[endpoint].act("beat", {"worker": self._worker}, min(self._every, PROBE))
-            self._heard[endpoint] = time.monotonic()
+            self._heartbeats.hear(endpoint)
             if self._hear is not None:
                 self._hear(endpoint, answer)
         except (pa.ArrowException, OSError, EchelonError):  # the channel that uses the server reports the error
@@ -381,6 +382,6 @@ class HeartbeatSender:
 
     def _suspect(self, endpoint: str) -> None:
         link = self._links.get(endpoint)
-        if link is not None and link.waits_for() and time.monotonic() - self._heard[endpoint] > 3 * self._every:
-            self._heard[endpoint] = time.monotonic()
+        if link is not None and link.waits_for() and self._heartbeats.silence(endpoint) > 3 * self._every:
+            self._heartbeats.hear(endpoint)
             link.break_off()

@@ -90,7 +90,9 @@ def refusal(error: BaseException, security: Security) -> str | None:
         return f"does not take this process's token; set {PS_TOKEN} to the same value on workers and servers"
     text = str(error)
     if "wrong version number" in text.lower():
-        return f"does not speak TLS, as {PS_CA} asks for; give the server {PS_CERT} and {PS_KEY}, or unset it here"
+        return (
+            f"does not speak TLS, which {PS_CA} requires; give the server {PS_CERT} and {PS_KEY}, or unset {PS_CA} here"
+        )
     if "certificate verify failed" in text:
         why = text.rpartition("certificate verify failed: ")[2].split(". gRPC")[0]
         return f"has a certificate that {security.authority} has not signed ({why}); set {PS_CA} to the right one"
@@ -113,7 +115,7 @@ def explain(error: BaseException, endpoint: str) -> str:
         return "nothing listens there"
     if isinstance(error, flight.FlightTimedOutError):
         if _accepts(endpoint):
-            return "what listens there does not answer: another program, or a server that is stopped"
+            return "the program that listens there does not answer: it is another program, or a stopped server"
         return "its host does not answer"
     return text
 
@@ -145,7 +147,7 @@ def explain_tls_rejection(error: BaseException, endpoint: str, security: Securit
         return None if _speaks(endpoint, context) is None else line
     if any(_speaks(endpoint, context) != "" for _ in range(2)):
         return None
-    return f"lets in only clients whose certificate it trusts; set {PS_CERT} and {PS_KEY} to one that it does"
+    return f"accepts only clients with a certificate it trusts; set {PS_CERT} and {PS_KEY} to such a certificate"
 
 
 def _speaks(endpoint: str, context: ssl.SSLContext) -> str | None:

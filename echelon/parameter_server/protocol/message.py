@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError
+from echelon.base.json_head import parse_object
 
 #: Allowed dtypes of arrays.
 KINDS = {kind: np.dtype(kind) for kind in ("int64", "int32", "float32", "float64", "uint8", "uint32")}
@@ -56,17 +57,17 @@ def unpack(head: bytes, bodies: Sequence[Any]) -> WireMessage:
     if len(head) > MAX_HEAD:
         raise WireMessageError(f"a message head of {len(head)} bytes is over the limit of {MAX_HEAD}")
     try:
-        known = json.loads(head)
+        known = parse_object(head)
         shapes = known.pop("arrays")
         if not isinstance(shapes, list) or len(shapes) > min(MAX_ARRAYS, len(bodies)):
-            raise ValueError("arrays that are not there")
+            raise ValueError("it announces arrays that it does not contain")
         return WireMessage(
             known, [_array(kind, shape, body) for (kind, shape), body in zip(shapes, bodies, strict=False)]
         )
     except WireMessageError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise WireMessageError(f"a message that cannot be read ({error})") from None
+        raise WireMessageError(f"a message cannot be read: {error}") from None
 
 
 def _array(kind: str, shape: list[int], body: Any) -> NDArray[Any]:
@@ -74,7 +75,7 @@ def _array(kind: str, shape: list[int], body: Any) -> NDArray[Any]:
     size = 1
     for extent in shape:
         if type(extent) is not int or extent < 0:
-            raise ValueError(f"an extent of {extent!r}")
+            raise ValueError(f"a dimension of {extent!r}")
         size *= extent
     if size * dtype.itemsize != memoryview(body).nbytes or memoryview(body).nbytes > MAX_BYTES:
         raise ValueError(f"{memoryview(body).nbytes} bytes for an array of {size} {kind}")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError, nearest
+from echelon.base.formatting import brief
 from echelon.parameter_server.protocol.hashing import mix
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
@@ -108,7 +109,7 @@ def read_push(frame: WireMessage, layout: ShardRequestSchema) -> PushRequest:
     if kind != wanted:
         raise RequestError(f"a push of kind {kind!r} came in mode '{layout.job.mode}', which takes '{wanted}'")
     if flag(head, "dense") != ("dense" in arrays):
-        raise RequestError("a push says that it has dense gradients and does not, or has some and does not say so")
+        raise RequestError("the head of a push and its arrays disagree about dense gradients")
     return PushRequest(
         worker=worker_of(head),
         seq=whole(head, "seq", 0),
@@ -167,7 +168,7 @@ def whole(head: dict[str, Any], name: str, lowest: int, highest: int = MAX_STEP,
     value = head.get(name, default)
     if type(value) is not int or not lowest <= value <= highest:
         raise RequestError(
-            f"a request '{head.get('op')}' has {name}={_short(value)}; it must be a number from {lowest} on"
+            f"a request '{head.get('op')}' has {name}={brief(value)}; it must be a number from {lowest} on"
         )
     return value
 
@@ -175,7 +176,7 @@ def whole(head: dict[str, Any], name: str, lowest: int, highest: int = MAX_STEP,
 def number(head: dict[str, Any], name: str, default: float) -> float:
     value = head.get(name, default)
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= 1e30:
-        raise RequestError(f"a request '{head.get('op')}' has {name}={_short(value)}; it must be a number of 0 or more")
+        raise RequestError(f"a request '{head.get('op')}' has {name}={brief(value)}; it must be a number of 0 or more")
     return float(value)
 
 
@@ -183,27 +184,22 @@ def _loss(head: dict[str, Any]) -> float:
     """Return a worker's loss. It may be non-finite: the workers handle that case."""
     value = head.get("loss", 0.0)
     if type(value) not in (int, float):
-        raise RequestError(f"a push has loss={_short(value)}; it must be a number")
+        raise RequestError(f"a push has loss={brief(value)}; it must be a number")
     return float(value)
 
 
 def flag(head: dict[str, Any], name: str) -> bool:
     value = head.get(name, False)
     if type(value) is not bool:
-        raise RequestError(f"a request '{head.get('op')}' has {name}={_short(value)}; it must be true or false")
+        raise RequestError(f"a request '{head.get('op')}' has {name}={brief(value)}; it must be true or false")
     return value
 
 
 def text(head: dict[str, Any], name: str) -> str:
     value = head.get(name)
     if not isinstance(value, str) or not value or len(value) > 4096 or "\0" in value:
-        raise RequestError(f"a request '{head.get('op')}' has {name}={_short(value)}; it must be text")
+        raise RequestError(f"a request '{head.get('op')}' has {name}={brief(value)}; it must be text")
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value).replace("\n", " ")
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 # ---- tables and arrays ----
@@ -212,31 +208,31 @@ def _short(value: Any) -> str:
 def _counts(head: dict[str, Any], layout: ShardRequestSchema) -> dict[str, int]:
     counts = head.get("tables", {})
     if not isinstance(counts, dict):
-        raise RequestError(f"a request '{head.get('op')}' has tables={_short(counts)}; it must count ids by table")
+        raise RequestError(f"a request '{head.get('op')}' has tables={brief(counts)}; it must count ids by table")
     for name, count in counts.items():
         known_table(name, layout)
         if type(count) is not int or count < 0:
-            raise RequestError(f"a request '{head.get('op')}' has {_short(count)} ids of table '{name}'")
+            raise RequestError(f"a request '{head.get('op')}' has {brief(count)} ids of table '{name}'")
     return counts
 
 
 def known_table(name: Any, layout: ShardRequestSchema) -> str:
     if not isinstance(name, str) or name not in layout.dims:
-        raise RequestError(f"this job has no table {_short(name)}{nearest(str(name)[:60], layout.dims)}")
+        raise RequestError(f"this job has no table {brief(name)}{nearest(str(name)[:60], layout.dims)}")
     return str(name)
 
 
 def _rates(head: dict[str, Any], layout: ShardRequestSchema) -> dict[str, float]:
     rates = head.get("lrs", {})
     if not isinstance(rates, dict):
-        raise RequestError(f"a push has lrs={_short(rates)}; it must give rates by table")
+        raise RequestError(f"a push has lrs={brief(rates)}; it must give rates by table")
     return {known_table(name, layout): number(rates, name, 0.0) for name in rates}
 
 
 def _limits(head: dict[str, Any], layout: ShardRequestSchema) -> dict[str, int]:
     limits = head.get("limits", {})
     if not isinstance(limits, dict):
-        raise RequestError(f"a push has limits={_short(limits)}; it must give rows by table")
+        raise RequestError(f"a push has limits={brief(limits)}; it must give rows by table")
     return {known_table(name, layout): whole(limits, name, 1) for name in limits}
 
 
@@ -244,7 +240,7 @@ def _named(frame: WireMessage) -> dict[str, NDArray[Any]]:
     names = frame.head.get("has", [])
     known = isinstance(names, list) and all(isinstance(name, str) and name in OPTIONAL for name in names)
     if not known or len(names) != len(frame.arrays) or len(set(names)) != len(names):
-        raise RequestError(f"a push has {len(frame.arrays)} arrays and calls them {_short(names)}")
+        raise RequestError(f"a push has {len(frame.arrays)} arrays, but its head names {brief(names)}")
     kinds: dict[str, Any] = {"ids": np.int64, "blob": np.uint8}
     return {
         name: _array(array, kinds.get(name, np.float32), name)

@@ -29,7 +29,7 @@ from echelon.parameter_server.protocol.port_check import check_port
 Handler = Callable[[WireMessage, Callable[[], bool]], WireMessage]
 
 #: Requests outside a stream; the handler answers them, except ``ready``, which the port answers itself.
-ACTIONS = {"beat": "a worker lives", "stats": "what the server counts", "ready": "whether the port is open"}
+ACTIONS = {"beat": "heartbeat of a worker", "stats": "counters of the server", "ready": "check that the port is open"}
 MAX_STREAMS, MAX_ACTION = 1024, 2**16
 
 log = logging.getLogger("echelon.parameter_server")
@@ -125,9 +125,9 @@ class _Streams:
         try:
             head = json.loads(body or b"{}")
             if not isinstance(head, dict):
-                raise ValueError("not an object")
+                raise ValueError("it is not a JSON object")
         except (ValueError, RecursionError) as error:
-            raise flight.FlightServerError(f"an action that cannot be read ({one_line(error)})") from None
+            raise flight.FlightServerError(f"an action cannot be read: {one_line(error)}") from None
         batch = self.answer(to_batch(WireMessage({**head, "op": name})), gone)
         return json.dumps(from_batch(batch).head).encode()
 
@@ -176,13 +176,13 @@ class _Admission(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
     def __init__(self, security: Security) -> None:
         self._security = security
-        self._refused, self._told = 0, 0.0
+        self._refused, self._logged_at = 0, 0.0
 
     def start_call(self, info: Any, headers: Any) -> None:
         if self._security.admits(headers):
             return
         self._refused += 1
-        if time.monotonic() - self._told > 10:
-            self._told = time.monotonic()
+        if time.monotonic() - self._logged_at > 10:
+            self._logged_at = time.monotonic()
             log.warning("calls without the right token so far: %d", self._refused)
         raise flight.FlightUnauthenticatedError("the token is not this server's")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,71 +36,50 @@ class JobWorkers:
     """The workers of a job. Only journaled requests change them, so that a replay gives the same result."""
 
     def __init__(self, trainers: int) -> None:
-        self.seats = {worker: WorkerMembership([[0, None]]) for worker in range(trainers)}
+        self.memberships = {worker: WorkerMembership([[0, None]]) for worker in range(trainers)}
 
     def at(self, step: int) -> list[int]:
         """Return the workers that take part in a step, in ascending order."""
-        return sorted(worker for worker, seat in self.seats.items() if seat.takes_part(step))
+        return sorted(worker for worker, membership in self.memberships.items() if membership.takes_part(step))
 
     def live(self) -> list[int]:
-        return sorted(worker for worker, seat in list(self.seats.items()) if seat.live())
+        return sorted(worker for worker, membership in list(self.memberships.items()) if membership.live())
 
     def is_live(self, worker: int) -> bool:
-        return worker in self.seats and self.seats[worker].live()
+        return worker in self.memberships and self.memberships[worker].live()
 
     def last_step(self, worker: int) -> int:
         """Return the last step of a worker that is not a member any more; -1 if there is none."""
-        seat = self.seats.get(worker)
-        last = seat.spans[-1][1] if seat and seat.spans else None
+        membership = self.memberships.get(worker)
+        last = membership.spans[-1][1] if membership and membership.spans else None
         return -1 if last is None else last
 
     def enter(self, worker: int, step: int, passes: int) -> None:
         """Make a worker a member from ``step`` on; its pushes are numbered from there."""
-        seat = self.seats.setdefault(worker, WorkerMembership())
-        if seat.live():
-            seat.spans.pop()  # an earlier entry that the other servers did not complete
-        seat.spans = [*seat.spans[-3:], [step, None]]
-        seat.seq = seat.committed = seat.pass_after = step - 1
-        seat.fenced, seat.passes = False, passes
+        membership = self.memberships.setdefault(worker, WorkerMembership())
+        if membership.live():
+            membership.spans.pop()  # an earlier entry that the other servers did not complete
+        membership.spans = [*membership.spans[-3:], [step, None]]
+        membership.seq = membership.committed = membership.pass_after = step - 1
+        membership.fenced, membership.passes = False, passes
 
     def end(self, worker: int, last: int) -> None:
         """End a worker's membership after step ``last``."""
-        seat = self.seats.get(worker)
-        if seat is None or not seat.live():
+        membership = self.memberships.get(worker)
+        if membership is None or not membership.live():
             return
-        first = seat.spans[-1][0]
+        first = membership.spans[-1][0]
         if first is not None and first > last:
-            seat.spans.pop()
+            membership.spans.pop()
         else:
-            seat.spans[-1][1] = last
-        seat.seq, seat.committed = min(seat.seq, last), min(seat.seq, last)
+            membership.spans[-1][1] = last
+        membership.seq, membership.committed = min(membership.seq, last), min(membership.seq, last)
 
     def facts(self) -> dict[str, Any]:
-        return {str(worker): asdict(seat) for worker, seat in self.seats.items()}
+        return {str(worker): asdict(membership) for worker, membership in self.memberships.items()}
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> JobWorkers:
         made = cls(0)
-        made.seats = {int(worker): WorkerMembership(**seat) for worker, seat in facts.items()}
+        made.memberships = {int(worker): WorkerMembership(**membership) for worker, membership in facts.items()}
         return made
-
-
-class WorkerHeartbeats:
-    """The time of each worker's last heartbeat.
-
-    The times are not persistent: a restarted server gives every worker the full time again.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self._began = clock, clock()
-        self._heard: dict[int, float] = {}
-
-    def hear(self, worker: int) -> None:
-        if worker >= 0:
-            self._heard[worker] = self.clock()
-
-    def ever(self, worker: int) -> bool:
-        return worker in self._heard
-
-    def silent_for(self, worker: int) -> float:
-        return self.clock() - self._heard.get(worker, self._began)

@@ -45,23 +45,25 @@ class MembershipCoordinator:
 
     def _look_after(self, worker: int, why: str, what: str, waited: float) -> None:
         shard, patience = self._shard, self._shard.job.patience
-        silent = shard.beats.silent_for(worker)
+        silent = shard.heartbeats.silence(worker)
         if silent < patience:
             return
-        story = f"server {shard.server} has waited {waited:.0f} s for {what}: {why}"
+        waited_for = f"server {shard.server} has waited {waited:.0f} s for {what}: {why}"
         if not shard.store.begun:
-            raise PeerLost(f"{story} and has been silent for {silent:.0f} s; start it again")
-        if not shard.beats.ever(worker) and shard.server == 0:
+            raise PeerLost(f"{waited_for} and has been silent for {silent:.0f} s; start it again")
+        if not shard.heartbeats.has_heard(worker) and shard.server == 0:
             if waited >= patience:
-                raise PeerLost(f"{story} and was never heard of; start it, or the job with fewer workers")
+                raise PeerLost(f"{waited_for} and has never sent a heartbeat; start it, or the job with fewer workers")
             return
         if not shard.members.is_live(worker):
-            raise PeerLost(f"{story}, though it has left; this server lost it: start from a checkpoint")
+            raise PeerLost(
+                f"{waited_for}, although it has left; this server has lost that worker's state: start from a checkpoint"
+            )
         try:
             self._settle_fate(worker)
         except EchelonError as error:
             if silent >= 2 * patience:
-                raise PeerLost(f"{story} and cannot be dropped ({error})") from None
+                raise PeerLost(f"{waited_for} and cannot be dropped ({error})") from None
 
     def _settle_fate(self, worker: int) -> None:
         if not self._deciding.acquire(blocking=False):
@@ -69,8 +71,8 @@ class MembershipCoordinator:
         try:
             if self._shard.server == 0:
                 self._drop(worker)
-            elif self._shard.beats.clock() >= self._asked.get(worker, 0.0):
-                self._asked[worker] = self._shard.beats.clock() + self._shard.job.patience / 10
+            elif self._shard.heartbeats.clock() >= self._asked.get(worker, 0.0):
+                self._asked[worker] = self._shard.heartbeats.clock() + self._shard.job.patience / 10
                 self._follow(worker, self._ask(0, {"op": "verdict", "worker": worker, "step": self._shard.version}))
         finally:
             self._deciding.release()
@@ -93,9 +95,11 @@ class MembershipCoordinator:
         """Drop ``worker`` if it is silent here, too, and return its membership. Other servers ask this of server 0."""
         shard = self._shard
         with self._deciding:
-            if shard.members.is_live(worker) and shard.beats.silent_for(worker) >= shard.job.patience:
-                if not shard.beats.ever(worker):
-                    raise PeerLost(f"worker {worker} was never heard of; start it, or the job with fewer workers")
+            if shard.members.is_live(worker) and shard.heartbeats.silence(worker) >= shard.job.patience:
+                if not shard.heartbeats.has_heard(worker):
+                    raise PeerLost(
+                        f"worker {worker} has never sent a heartbeat; start it, or the job with fewer workers"
+                    )
                 self._drop(worker)
             return {"member": shard.members.is_live(worker), "last": shard.members.last_step(worker)}
 
@@ -108,7 +112,7 @@ class MembershipCoordinator:
         fenced += [self._ask(server, {"op": "fence", "worker": worker}) for server in others]
         verdict = {"op": "drop", "worker": worker, "last": max(int(answer["committed"]) for answer in fenced)}
         self._change(verdict)
-        silent = shard.beats.silent_for(worker)
+        silent = shard.heartbeats.silence(worker)
         log.warning("worker %d has been silent for %.0f s and is left out; the others go on without it", worker, silent)
         for server in others:
             self._ask(server, verdict)
@@ -141,7 +145,7 @@ class MembershipCoordinator:
 
     def _ask(self, server: int, head: dict[str, Any]) -> dict[str, Any]:
         if self._ask_server is None:
-            raise PeerLost(f"server {self._shard.server} has no way to server {server}")
+            raise PeerLost(f"server {self._shard.server} has no connection to server {server}")
         answer = self._ask_server(server, WireMessage(dict(head))).head
         if "error" in answer:
             raise EchelonError(str(answer["error"]))

@@ -66,8 +66,10 @@ class UpdateMode:
 
     def entry(self) -> int:
         """Return the step at which a new worker enters: the step of the slowest worker."""
-        live = [self.members.seats[worker].seq + 1 for worker in self.members.live()]
-        return min(live, default=max((seat.seq + 1 for seat in self.members.seats.values()), default=0))
+        live = [self.members.memberships[worker].seq + 1 for worker in self.members.live()]
+        return min(
+            live, default=max((membership.seq + 1 for membership in self.members.memberships.values()), default=0)
+        )
 
     # ---- persistence ----
 
@@ -96,7 +98,7 @@ class SyncMode(UpdateMode):
     def take(self, push: PushRequest, frame: WireMessage) -> int:
         self.hold(push, frame)
         if push.commit or self.job.servers == 1:
-            self.members.seats[push.worker].committed = push.seq
+            self.members.memberships[push.worker].committed = push.seq
         self.settle()
         return max(0, push.seq - push.version)
 
@@ -104,7 +106,7 @@ class SyncMode(UpdateMode):
         self._held.setdefault(push.seq, {})[push.worker] = (push, frame)
 
     def commit(self, worker: int, seq: int) -> None:
-        self.members.seats[worker].committed = max(seq, self.members.seats[worker].committed)
+        self.members.memberships[worker].committed = max(seq, self.members.memberships[worker].committed)
         self.settle()
 
     def discard(self, worker: int, after: int) -> None:
@@ -126,15 +128,17 @@ class SyncMode(UpdateMode):
     def missing(self, worker: int, step: int) -> dict[int, str]:
         if self.version >= step:
             return {}
-        pushed = self.members.seats[worker].seq
+        pushed = self.members.memberships[worker].seq
         if pushed + 1 < step:
             raise RequestError(f"worker {worker} wants the weights for step {step}, but its last push is {pushed}")
         return self._waits_for() or {-1: "a worker is joining" if self.frozen else "no worker is left"}
 
     def _waits_for(self) -> dict[int, str]:
-        held, seats = self._held.get(self.version, {}), self.members.seats
+        held, memberships = self._held.get(self.version, {}), self.members.memberships
         late = {worker: "has not pushed" for worker in self.members.at(self.version) if worker not in held}
-        unsure = {w: "has not confirmed its push" for w in held if seats[w].committed < self.version and w not in late}
+        unsure = {
+            w: "has not confirmed its push" for w in held if memberships[w].committed < self.version and w not in late
+        }
         return late | unsure
 
     def applied(self, worker: int, seq: int) -> bool:
@@ -189,7 +193,7 @@ class AsyncMode(UpdateMode):
 
     def take(self, push: PushRequest, frame: WireMessage) -> int:
         staleness = max(0, self.version - push.version)
-        self.members.seats[push.worker].committed = push.seq
+        self.members.memberships[push.worker].committed = push.seq
         self._apply(push)
         self.staleness.record(staleness)
         self.version += 1
@@ -217,9 +221,9 @@ class BoundedMode(AsyncMode):
     """Asynchronous updates in which no worker is more than ``staleness`` steps ahead of the slowest."""
 
     def missing(self, worker: int, step: int) -> dict[int, str]:
-        seats, lowest = self.members.seats, step - self.job.staleness
-        late = [other for other in self.members.live() if other != worker and seats[other].seq + 1 < lowest]
-        return {other: f"is at step {seats[other].seq + 1}" for other in late}
+        memberships, lowest = self.members.memberships, step - self.job.staleness
+        late = [other for other in self.members.live() if other != worker and memberships[other].seq + 1 < lowest]
+        return {other: f"is at step {memberships[other].seq + 1}" for other in late}
 
 
 class GeoMode(AsyncMode):

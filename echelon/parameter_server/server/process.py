@@ -57,9 +57,9 @@ def serve(role: Role, *, state: Path | None = None, security: Security | None = 
     security = security or Security.from_environment(token=role.token or None)
     state = state or (Path(os.environ[PS_STATE]) if os.environ.get(PS_STATE) else None)
     _without_helpers()
-    post = ParameterServerProcess(role, state, security)
-    with _signals(post.stop):
-        return post.hold()
+    process = ParameterServerProcess(role, state, security)
+    with _signals(process.stop):
+        return process.hold()
 
 
 def _without_helpers() -> None:
@@ -79,10 +79,10 @@ class ParameterServerProcess:
         self._peers = ServerPeers(role.endpoints, security)
         self._stop, self._revived, self._ending = threading.Event(), threading.Event(), threading.Event()
         self._code = 0
-        keep = self._keeper if state is not None else None
+        keep = self._open_persistence if state is not None else None
         self.shard = ServerShard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
         self._server = FlightServer(role.endpoints[role.index], self._handle, security)
-        self._company, self._reason = WorkerArrivals(role, self.shard), ""
+        self._arrivals, self._reason = WorkerArrivals(role, self.shard), ""
         self._figures = ServerLog(role.index, self.shard, lambda: self._server.traffic)
 
     def hold(self) -> int:
@@ -92,7 +92,7 @@ class ParameterServerProcess:
         try:
             self._revive()
             while not self._stop.wait(LOOK) and not self.shard.done():
-                self._company.check()
+                self._arrivals.check()
                 self._figures.look()
         except EchelonError as error:
             self._reason = str(error)
@@ -113,9 +113,9 @@ class ParameterServerProcess:
         """Answer a request; workers wait until the server has restored an earlier state of their job, if any."""
         op, worker = frame.head.get("op"), frame.head.get("worker")
         if op in ("hello", "beat"):
-            self._company.record_arrival(worker)
+            self._arrivals.record_arrival(worker)
         if self._ending.is_set():
-            self._company.tell(worker)
+            self._arrivals.tell(worker)
             if op == "beat":
                 return WireMessage({"ok": True, "ending": self._reason})
             raise PeerLost(self._reason)
@@ -126,15 +126,15 @@ class ParameterServerProcess:
                 raise PeerLost(f"server {self._role.index} had not finished starting")
         answer = self.shard.handle(frame, gone)
         if self._ending.is_set():
-            self._company.tell(worker)
-        return WireMessage({**answer.head, **self._company.news()}) if op == "beat" else answer
+            self._arrivals.tell(worker)
+        return WireMessage({**answer.head, **self._arrivals.pending()}) if op == "beat" else answer
 
     def _tell_reason(self) -> None:
         """Wait until the workers, which send a request or heartbeat every few seconds, know why this server ends."""
         self._ending.set()
         self.shard.dismiss(self._reason)
         deadline = time.monotonic() + LAST_WORD
-        while self._server.streams and self._company.untold() and time.monotonic() < deadline:
+        while self._server.streams and self._arrivals.untold() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _revive(self) -> None:
@@ -166,7 +166,7 @@ class ParameterServerProcess:
 
     # ---- persistence ----
 
-    def _keeper(self, shard: Any) -> ShardPersistence:
+    def _open_persistence(self, shard: Any) -> ShardPersistence:
         return ShardPersistence(shard, self._home(shard.job.session), shard.job.keeping, self._neighbour())
 
     def _neighbour(self) -> Callable[[WireMessage], WireMessage] | None:
@@ -236,9 +236,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m echelon.parameter_server.server.process", description="One parameter server of a job."
     )
     parser.add_argument("--pservers", help="HOST:PORT of every server, with commas, the same everywhere")
-    parser.add_argument("--endpoint", help="which of them this one is")
-    parser.add_argument("--trainers", type=int, help="workers of the job")
-    parser.add_argument("--state", type=Path, help="directory for what must outlive the process")
+    parser.add_argument("--endpoint", help="HOST:PORT of this server, one of --pservers")
+    parser.add_argument("--trainers", type=int, help="number of workers of the job")
+    parser.add_argument("--state", type=Path, help="directory for state that outlives the process")
     parser.add_argument("--join-timeout", type=float, help="seconds to wait for the workers")
     return parser
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from echelon.base.errors import EchelonError, MismatchError, PeerLost, UsageError, nearest
+from echelon.base.formatting import brief
 from echelon.parameter_server.protocol.job_spec import JobSpec, job_from_json
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import (
@@ -56,7 +57,7 @@ class ServerShard(ServerState):
     ) -> None:
         super().__init__(index, servers, **state)
         self.read_only = read_only
-        self.council = MembershipCoordinator(self, ask)
+        self.coordinator = MembershipCoordinator(self, ask)
         self._opening = threading.Lock()
         self._operations = _operations(self)
 
@@ -75,11 +76,11 @@ class ServerShard(ServerState):
         if not isinstance(name, str) or name not in self._operations:
             raise RequestError(f"there is no request {str(name)[:40]!r}{nearest(str(name)[:40], self._operations)}")
         if self.read_only and name not in READS:
-            raise RequestError(f"server {self.server} only serves: '{name}' is refused; ask {', '.join(READS)}")
+            raise RequestError(f"server {self.server} is read-only: '{name}' is refused; use {', '.join(READS)}")
         if not self.opened and name not in EARLY:
-            raise RequestError(f"server {self.server} has no open job, so '{name}' has no meaning; open one first")
+            raise RequestError(f"server {self.server} has no open job, so '{name}' is refused; open a job first")
         if self.opened and name not in BETWEEN:
-            self.beats.hear(worker_of({"worker": -1, **head}))
+            self.heartbeats.hear(worker_of({"worker": -1, **head}))
         return self._operations[name]
 
     def hello(self, frame: WireMessage, gone: Gone) -> WireMessage:
@@ -89,16 +90,21 @@ class ServerShard(ServerState):
             return WireMessage(head)
         with self.lock:
             worker = worker_of(frame.head)
-            seat = self.members.seats.get(worker, WorkerMembership())
-            head |= {"session": self.job.session, "seq": seat.seq, "version": self.version, "member": seat.live()}
-            head |= {"begun": self.store.begun, "fenced": seat.fenced, "last": self.members.last_step(worker)}
+            membership = self.members.memberships.get(worker, WorkerMembership())
+            head |= {
+                "session": self.job.session,
+                "seq": membership.seq,
+                "version": self.version,
+                "member": membership.live(),
+            }
+            head |= {"begun": self.store.begun, "fenced": membership.fenced, "last": self.members.last_step(worker)}
             return WireMessage(head | {"saved": [seq for seq, _ in self.blobs.get(worker, [])]})
 
     def open(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """Open the job, or check that the worker describes the open job. A new session replaces the state."""
         plain = frame.head.get("job")
         if not isinstance(plain, dict):
-            raise RequestError("a request 'open' does not say what the job is")
+            raise RequestError("a request 'open' has no description of the job")
         job = job_from_json(plain)
         with self._opening:
             if self.opened and self.job.session == job.session:
@@ -106,16 +112,16 @@ class ServerShard(ServerState):
             else:
                 _check(job, self.servers)
                 self.install(job)
-        self.beats.hear(worker_of(frame.head))
+        self.heartbeats.hear(worker_of(frame.head))
         return WireMessage({"ok": True})
 
     def begin(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """Set the initial values of the dense blocks. Only worker 0's values are used, and only once."""
         values = frame.arrays[0] if frame.arrays else np.empty(0, np.float32)
         if values.dtype != np.float32 or values.size != self.dense.size:
-            raise RequestError(f"first values: {values.size} {values.dtype}, expected {self.dense.size} float32")
+            raise RequestError(f"initial values: {values.size} {values.dtype}, expected {self.dense.size} float32")
         if not np.isfinite(values).all():
-            raise RequestError("first values have a NaN or an infinity among them; look at how the model begins")
+            raise RequestError("the initial values contain NaN or infinity; look at the model's initialization")
         with self.lock:
             if worker_of(frame.head) == 0 and not self.store.begun:
                 self.change(self.stamped(frame))
@@ -125,17 +131,17 @@ class ServerShard(ServerState):
         """Return rows and blocks for a step, as soon as the step may begin."""
         pull = read_pull(frame, self.layout)
         if self.read_only and not pull.peek:
-            raise RequestError(f"server {self.server} only serves: pull with peek")
+            raise RequestError(f"server {self.server} is read-only: pull with peek")
         if pull.commit is not None:
             self._commit(pull.worker, pull.commit)
         waited = self._wait_for(pull, gone)
         with self.lock:
             self.counts["pulls"] += 1
             self.counts["waited"] += waited
-            told = {"version": self.version, "waited": waited} | ({} if pull.peek else self._step_figures())
+            figures = {"version": self.version, "waited": waited} | ({} if pull.peek else self._step_figures())
         rows = [self._rows(name, ids, pull.state) for name, ids in pull.ids.items()]
         arrays = [rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.empty(0, np.float32)]
-        return WireMessage({"ok": True, **told}, arrays + [self.dense.values()] * pull.dense)
+        return WireMessage({"ok": True, **figures}, arrays + [self.dense.values()] * pull.dense)
 
     def _step_figures(self) -> dict[str, Any]:
         """Return the figures of the previous step; all workers get the same, because none has pushed the next step."""
@@ -153,22 +159,22 @@ class ServerShard(ServerState):
         with self.lock:
             if self.layout is not layout:
                 raise RequestError("the job was replaced by another session")
-            seat = self.seat(push.worker)
+            membership = self.membership(push.worker)
             answer: dict[str, Any] = {"version": self.version, "staleness": 0, "duplicate": True}
-            if push.seq <= seat.seq:
+            if push.seq <= membership.seq:
                 self.counts["duplicates"] += 1
             else:
-                self._check_order(push, seat)
+                self._check_order(push, membership)
                 answer = self.change(self.stamped(frame))
             if self.job.mode != "sync":  # in sync mode pulls report them, so that all workers get the same numbers
                 answer["rows"] = self.store.capped_rows()
         return WireMessage({"ok": True, **answer}, [self.dense.values()] * push.values)
 
-    def _check_order(self, push: PushRequest, seat: WorkerMembership) -> None:
-        if push.seq != seat.seq + 1:
+    def _check_order(self, push: PushRequest, membership: WorkerMembership) -> None:
+        if push.seq != membership.seq + 1:
             raise RequestError(
-                f"worker {push.worker}'s push {push.seq} came to server {self.server} after its push {seat.seq}; "
-                "what lies between is missing"
+                f"worker {push.worker}'s push {push.seq} came to server {self.server} after its push {membership.seq}; "
+                "the pushes between them are missing"
             )
         self.mode.check(push)
 
@@ -179,28 +185,34 @@ class ServerShard(ServerState):
 
     def _commit(self, worker: int, seq: int) -> None:
         with self.lock:
-            seat = self.seat(worker)
-            if seq > seat.seq:
-                raise RequestError(f"worker {worker} commits push {seq}, but its last one here is {seat.seq}")
-            if seq > seat.committed:
+            membership = self.membership(worker)
+            if seq > membership.seq:
+                raise RequestError(f"worker {worker} commits push {seq}, but its last one here is {membership.seq}")
+            if seq > membership.committed:
                 self.change(self.stamped(WireMessage({"op": "commit", "worker": worker, "seq": seq})))
 
     def leave(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """Remove a worker that is done from the job. All of its pushes count."""
-        return self._once(frame, lambda worker: self.members.is_live(worker) and not self.members.seats[worker].fenced)
+        return self._once(
+            frame, lambda worker: self.members.is_live(worker) and not self.members.memberships[worker].fenced
+        )
 
     def new_pass(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """Record that a worker has finished a pass over the data; ``passes``, if given, is its total number of passes.
 
         Without ``passes``, a second request with no push in between is a retry and counts as the same pass.
         """
-        told = None if frame.head.get("passes") is None else whole(frame.head, "passes", 0)
+        total = None if frame.head.get("passes") is None else whole(frame.head, "passes", 0)
 
-        def news(worker: int) -> bool:
-            seat = self.seat(worker)
-            return seat.passes < told if told is not None else not (seat.passes and seat.pass_after == seat.seq)
+        def is_new(worker: int) -> bool:
+            membership = self.membership(worker)
+            return (
+                membership.passes < total
+                if total is not None
+                else not (membership.passes and membership.pass_after == membership.seq)
+            )
 
-        return self._once(frame, news)
+        return self._once(frame, is_new)
 
     def _once(self, frame: WireMessage, needed: Callable[[int], bool]) -> WireMessage:
         with self.lock:
@@ -223,7 +235,7 @@ class ServerShard(ServerState):
         with self.lock:
             head |= {"version": self.version, "mode": self.job.mode, **self.counts}
             head |= {"staleness": self.mode.staleness.report(), "members": self.members.live()}
-            head |= {"seqs": {str(worker): seat.seq for worker, seat in self.members.seats.items()}}
+            head |= {"seqs": {str(worker): membership.seq for worker, membership in self.members.memberships.items()}}
             head |= {"steps": {name: table.step for name, table in self.tables.items()}, "passes": self.store.passes}
         head["rows"] = {name: len(table) for name, table in self.tables.items()}
         head["bytes"] = {name: table.memory() for name, table in self.tables.items()}
@@ -238,17 +250,17 @@ class ServerShard(ServerState):
         return {"rows": {name: len(table) for name, table in self.tables.items()}, **counts, "staleness": old}
 
     def _silences(self) -> dict[str, float]:
-        return {str(worker): round(self.beats.silent_for(worker), 1) for worker in self.members.live()}
+        return {str(worker): round(self.heartbeats.silence(worker), 1) for worker in self.members.live()}
 
     # ---- between servers ----
 
     def verdict(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        return WireMessage({"ok": True, **self.council.verdict(worker_of(frame.head, 0))})
+        return WireMessage({"ok": True, **self.coordinator.verdict(worker_of(frame.head, 0))})
 
     def join(self, frame: WireMessage, gone: Gone) -> WireMessage:
-        return WireMessage({"ok": True, **self.council.join(worker_of(frame.head, 0))})
+        return WireMessage({"ok": True, **self.coordinator.join(worker_of(frame.head, 0))})
 
-    def told(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def apply_decision(self, frame: WireMessage, gone: Gone) -> WireMessage:
         """Apply a decision of server 0: fence, drop or enter."""
         head = frame.head
         worker_of(head, 0)
@@ -283,11 +295,11 @@ class ServerShard(ServerState):
         return self._kept(frame).handle(frame)
 
     def _kept(self, frame: WireMessage) -> PersistenceProtocol:
-        if self.keeper is None:
+        if self.persistence is None:
             raise RequestError(
-                f"server {self.server} keeps nothing, so it cannot {frame.head['op']}; give it a directory"
+                f"server {self.server} has no state directory, so it cannot {frame.head['op']}; give it a directory"
             )
-        return self.keeper
+        return self.persistence
 
     # ---- waiting ----
 
@@ -296,10 +308,10 @@ class ServerShard(ServerState):
             if not self.store.begun:
                 if self.broken:
                     raise EchelonError(self.broken)
-                return {0: "has not sent the first values"}
+                return {0: "has not sent the initial values"}
             if pull.peek:
                 return {}
-            self.seat(pull.worker)
+            self.membership(pull.worker)
             return self.mode.missing(pull.worker, pull.step)
 
         return self._wait(missing, f"step {pull.step}", pull.worker, gone)
@@ -314,9 +326,9 @@ class ServerShard(ServerState):
             if not late:
                 return self._clock() - began
             if gone():
-                raise PeerLost(f"worker {worker} hung up while it waited for {what}")
-            self.beats.hear(worker)
-            self.council.drop_silent_workers(late, what, self._clock() - began)
+                raise PeerLost(f"worker {worker} closed the connection while it waited for {what}")
+            self.heartbeats.hear(worker)
+            self.coordinator.drop_silent_workers(late, what, self._clock() - began)
             with self.lock:
                 if self.layout is layout and missing():
                     self.moved.wait(TICK)
@@ -326,7 +338,7 @@ class ServerShard(ServerState):
             raise PeerLost(self.reason)
         if self.closed or self.layout is not layout:
             raise PeerLost(
-                f"server {self.server} is going" if self.closed else "the job was replaced by another session"
+                f"server {self.server} is shutting down" if self.closed else "the job was replaced by another session"
             )
 
     def done(self) -> bool:
@@ -346,16 +358,16 @@ class ServerShard(ServerState):
         with self.lock:
             self.closed = True
             self.moved.notify_all()
-            keeper, self.keeper = self.keeper, None
-        if keeper is not None:
-            keeper.close()
+            persistence, self.persistence = self.persistence, None
+        if persistence is not None:
+            persistence.close()
 
 
 def _operations(shard: ServerShard) -> dict[str, Callable[[WireMessage, Gone], WireMessage]]:
     own = ("hello", "open", "begin", "pull", "push", "commit", "leave", "new_pass", "beat", "blob", "stats")
     named: dict[str, Callable[[WireMessage, Gone], WireMessage]] = {name: getattr(shard, name) for name in own}
     named |= {"verdict": shard.verdict, "join": shard.join}
-    named |= dict.fromkeys(BETWEEN[1:], shard.told)
+    named |= dict.fromkeys(BETWEEN[1:], shard.apply_decision)
     named |= {"save": shard.save, "load": shard.load, "export": shard.export}
     return named | dict.fromkeys(("mirror", "mirrored"), shard.mirror)
 
@@ -375,26 +387,21 @@ def _check(job: JobSpec, servers: int) -> None:
     dense.check(job)
 
 
-def _agree(known: JobSpec, told: JobSpec, worker: int) -> None:
-    newcomer = dataclasses.replace(told, trainers=known.trainers)  # a late worker counts itself, too
+def _agree(known: JobSpec, given: JobSpec, worker: int) -> None:
+    newcomer = dataclasses.replace(given, trainers=known.trainers)  # a late worker counts itself, too
     difference = _difference(known.to_json(), newcomer.to_json(), "job")
     if difference:
         raise MismatchError(f"worker {worker} was built differently from the worker that opened the job: {difference}")
 
 
-def _difference(known: Any, told: Any, path: str) -> str:
+def _difference(known: Any, given: Any, path: str) -> str:
     """Return a description of the first place where two JSON values differ; '' if they are equal."""
-    if isinstance(known, dict) and isinstance(told, dict):
+    if isinstance(known, dict) and isinstance(given, dict):
         parts = [
-            (f"{path}.{key}", known.get(key), told.get(key)) for key in [*known, *(k for k in told if k not in known)]
+            (f"{path}.{key}", known.get(key), given.get(key)) for key in [*known, *(k for k in given if k not in known)]
         ]
-    elif isinstance(known, list) and isinstance(told, list) and len(known) == len(told):
-        parts = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(known, told, strict=True))]
+    elif isinstance(known, list) and isinstance(given, list) and len(known) == len(given):
+        parts = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(known, given, strict=True))]
     else:
-        return "" if known == told else f"{path} is {_short(told)}, not {_short(known)}"
+        return "" if known == given else f"{path} is {brief(given)}, not {brief(known)}"
     return next((found for name, a, b in parts if (found := _difference(a, b, name))), "")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError, MismatchError, PeerLost
+from echelon.base.heartbeat_monitor import HeartbeatMonitor
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import ShardRequestSchema, read_push
 from echelon.parameter_server.server.dense import DenseShard
-from echelon.parameter_server.server.job_workers import JobWorkers, WorkerHeartbeats, WorkerMembership
+from echelon.parameter_server.server.job_workers import JobWorkers, WorkerMembership
 from echelon.parameter_server.server.modes import MODES, UpdateMode
 from echelon.parameter_server.server.staleness import Staleness
 from echelon.parameter_server.server.store import ServerStore
@@ -53,9 +54,9 @@ class PersistenceProtocol(Protocol):
 class ServerState:
     """One server's state.
 
-    Every change goes through ``change`` under one lock: it is first written to the journal by ``keeper``, then passed
-    to ``apply``, which reads no clock and no random numbers, so that the same messages in the same order give the same
-    bits.
+    Every change goes through ``change`` under one lock: it is first written to the journal by ``persistence``, then
+    passed to ``apply``, which reads no clock and no random numbers, so that the same messages in the same order give
+    the same bits.
 
     directory:  directory for tables with a disk tier
     keep:       function that makes the persistence of a job that opens; None: nothing outlives the process
@@ -77,7 +78,7 @@ class ServerState:
         self.lsn = 0  #: number of changes applied so far
         self.opened = self.closed = False
         self.reason = ""  #: why the server ends, for requests that wait
-        self.keeper: PersistenceProtocol | None = None
+        self.persistence: PersistenceProtocol | None = None
         self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
         self._directory = directory
         self._keep = keep
@@ -89,28 +90,30 @@ class ServerState:
         """Begin a job or restore its state; no request of the job is answered before that is done."""
         with self.lock:
             self.opened = False
-            if self.keeper is not None:
-                self.keeper.close()
+            if self.persistence is not None:
+                self.persistence.close()
             self.job, self.store = job, ServerStore(job, self.server, self._directory)
             self.layout = ShardRequestSchema(job, self.store.buckets, self.store.dense)
             self.members = JobWorkers(job.trainers)
             self.mode: UpdateMode = MODES[job.mode](job, self.store, self.members, self._finish_passes)
             self.blobs: dict[int, list[tuple[int, NDArray[np.uint8]]]] = {}
-            self.broken, self.keeper, self.lsn = "", None, 0
-            self.beats = WorkerHeartbeats(self._clock)
+            self.broken, self.persistence, self.lsn = "", None, 0
+            self.heartbeats = HeartbeatMonitor(self._clock)
             self.moved.notify_all()
         if self._keep is not None:
             self._bring_back(self._keep(self))
         self.opened = True
 
-    def _bring_back(self, keeper: PersistenceProtocol | None) -> None:
-        self.keeper = keeper  # set before start(), because other servers may ask for the replicas that it stores
+    def _bring_back(self, persistence: PersistenceProtocol | None) -> None:
+        self.persistence = (
+            persistence  # set before start(), because other servers may ask for the replicas that it stores
+        )
         try:
-            if keeper is not None and keeper.start():
+            if persistence is not None and persistence.start():
                 for worker in self.members.live():
-                    self.beats.hear(worker)  # they were members before the restart: give them time to reconnect
+                    self.heartbeats.hear(worker)  # they were members before the restart: give them time to reconnect
         except BaseException:
-            self.keeper = None
+            self.persistence = None
             raise
 
     @property
@@ -125,16 +128,16 @@ class ServerState:
     def version(self) -> int:
         return self.mode.version
 
-    def seat(self, worker: int) -> WorkerMembership:
+    def membership(self, worker: int) -> WorkerMembership:
         """Return a worker's membership. Raises ``MismatchError`` if the worker is not a live member of the job."""
         if self.broken:
             raise EchelonError(self.broken)
-        seat = self.members.seats.get(worker)
-        if seat is None or not seat.live() or seat.fenced:
+        membership = self.members.memberships.get(worker)
+        if membership is None or not membership.live() or membership.fenced:
             raise MismatchError(
                 f"worker {worker} is not, or no longer, a member of the job on server {self.server}; it has to join"
             )
-        return seat
+        return membership
 
     # ---- changes ----
 
@@ -148,9 +151,9 @@ class ServerState:
             if self.broken:
                 raise EchelonError(self.broken)
             if self.closed:  # changes are not journaled any more
-                raise PeerLost(self.reason or f"server {self.server} is ending")
-            if self.keeper is not None:
-                self.keeper.append(frame)
+                raise PeerLost(self.reason or f"server {self.server} is shutting down")
+            if self.persistence is not None:
+                self.persistence.append(frame)
             try:
                 answer = self.apply(frame)
                 self._note_evicted()
@@ -192,8 +195,8 @@ class ServerState:
 
     def _note_evicted(self) -> None:
         for name, ids in self.store.evicted:
-            if self.keeper is not None:
-                self.keeper.append(WireMessage({"op": "evicted", "table": name}, [ids]))
+            if self.persistence is not None:
+                self.persistence.append(WireMessage({"op": "evicted", "table": name}, [ids]))
             self.lsn += 1
         self.store.evicted.clear()
 
@@ -203,7 +206,7 @@ class ServerState:
 
     def _apply_push(self, frame: WireMessage) -> dict[str, Any]:
         push = read_push(frame, self.layout)
-        self.members.seats[push.worker].seq = push.seq
+        self.members.memberships[push.worker].seq = push.seq
         if push.blob is not None:
             kept = self.blobs.get(push.worker, [])
             self.blobs[push.worker] = [*kept[1 - BLOBS :], (push.seq, push.blob)]
@@ -216,9 +219,9 @@ class ServerState:
         return {}
 
     def _apply_fence(self, frame: WireMessage) -> dict[str, Any]:
-        seat = self.members.seats.get(frame.head["worker"], WorkerMembership())
-        seat.fenced = True
-        return {"committed": seat.committed}
+        membership = self.members.memberships.get(frame.head["worker"], WorkerMembership())
+        membership.fenced = True
+        return {"committed": membership.committed}
 
     def _apply_drop(self, frame: WireMessage) -> dict[str, Any]:
         self._end(frame.head["worker"], frame.head["last"])
@@ -226,7 +229,7 @@ class ServerState:
 
     def _apply_leave(self, frame: WireMessage) -> dict[str, Any]:
         worker = frame.head["worker"]
-        self._end(worker, self.members.seats[worker].seq)
+        self._end(worker, self.members.memberships[worker].seq)
         return {}
 
     def _end(self, worker: int, last: int) -> None:
@@ -253,8 +256,8 @@ class ServerState:
         return {}
 
     def _apply_new_pass(self, frame: WireMessage) -> dict[str, Any]:
-        seat = self.seat(frame.head["worker"])
-        seat.passes, seat.pass_after = frame.head.get("passes") or seat.passes + 1, seat.seq
+        membership = self.membership(frame.head["worker"])
+        membership.passes, membership.pass_after = frame.head.get("passes") or membership.passes + 1, membership.seq
         self._finish_passes()
         return {"passes": self.store.passes}
 
@@ -264,8 +267,11 @@ class ServerState:
         So a pass ends after the same step on every server, in whatever order the worker's announcement and the other
         workers' pushes arrive.
         """
-        seats = self.members.seats.items()
-        over = [seat.passes - (not self.mode.applied(worker, seat.pass_after)) for worker, seat in seats]
+        memberships = self.members.memberships.items()
+        over = [
+            membership.passes - (not self.mode.applied(worker, membership.pass_after))
+            for worker, membership in memberships
+        ]
         while self.store.passes < max(over, default=0):
             self.store.new_pass()
 
@@ -297,7 +303,7 @@ class ServerState:
         plain = facts[0].head
         self.lsn, self.broken = plain["lsn"], plain["broken"]
         self.counts = dict(plain["counts"])
-        self.members.seats = JobWorkers.of(plain["members"]).seats
+        self.members.memberships = JobWorkers.of(plain["members"]).memberships
         self.mode.version, self.mode.frozen = plain["version"], plain["frozen"]
         self.mode.staleness, self.mode.loss = Staleness.of(plain["staleness"]), plain.get("loss")
         self.store.restore(plain["store"])

@@ -24,7 +24,7 @@ class WorkerArrivals:
         self._role, self._shard = role, shard
         self._me, self._began = f"server {role.index}", time.monotonic()
         self._greeted: set[int] = set()
-        self._told: set[int] = set()
+        self._informed: set[int] = set()
         self._notice = WaitNotice(self._me, role.join_timeout, component="ps")
 
     def record_arrival(self, worker: Any) -> None:
@@ -50,8 +50,8 @@ class WorkerArrivals:
         self._check_silence()
 
     def _check_silence(self) -> None:
-        live, beats = self._shard.members.live(), self._shard.beats
-        silence = min((beats.silent_for(worker) for worker in live), default=0.0)
+        live, beats = self._shard.members.live(), self._shard.heartbeats
+        silence = min((beats.silence(worker) for worker in live), default=0.0)
         if silence > max(self._role.join_timeout, self._shard.job.patience):
             raise PeerLost(
                 f"{self._me} has heard nothing of {name_ranks(set(live), 'worker')} for {silence:.0f} s; "
@@ -59,7 +59,7 @@ class WorkerArrivals:
             )
 
     def _missing(self) -> list[int]:
-        return [worker for worker in self._shard.members.live() if not self._shard.beats.ever(worker)]
+        return [worker for worker in self._shard.members.live() if not self._shard.heartbeats.has_heard(worker)]
 
     # ---- before a worker has opened the job ----
 
@@ -85,7 +85,7 @@ class WorkerArrivals:
 
     # ---- for the workers ----
 
-    def news(self) -> dict[str, str]:
+    def pending(self) -> dict[str, str]:
         """Return the news in the answer to a heartbeat: workers that are missing, and missing initial values."""
         if not self._shard.opened:
             return {}
@@ -93,20 +93,22 @@ class WorkerArrivals:
         begun = self._shard.store.begun or 0 in missing
         return {
             "missing": _to_come(missing),
-            "unbegun": "" if begun else "worker 0 to send the first values",
+            "unbegun": "" if begun else "worker 0 to send the initial values",
         }
 
     def tell(self, worker: Any) -> None:
         """Record a worker that has been told why this server ends."""
-        self._told.add(worker)
+        self._informed.add(worker)
 
     def untold(self) -> bool:
         """Return True if a worker with a recent heartbeat does not know yet that this server ends."""
         if not self._shard.opened:
             return False
-        beats = self._shard.beats
+        beats = self._shard.heartbeats
         return any(
-            beats.ever(worker) and worker not in self._told and beats.silent_for(worker) < self._shard.job.patience
+            beats.has_heard(worker)
+            and worker not in self._informed
+            and beats.silence(worker) < self._shard.job.patience
             for worker in self._shard.members.live()
         )
 

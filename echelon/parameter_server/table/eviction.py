@@ -42,7 +42,9 @@ def fetch_ahead(at: int, end: int, memory: int, words: int) -> None:
 
 
 @kernel
-def tally(regions: Int64s, words32: Words, words: int, score: int, settled: int, known: int, counts: Int64s) -> None:
+def count_ranks(
+    regions: Int64s, words32: Words, words: int, score: int, settled: int, known: int, counts: Int64s
+) -> None:
     """Count the values of the next 16 bits of all ranks whose first ``settled`` bits are ``known``."""
     memory = words32.ctypes.data
     for which in range(regions.shape[0]):
@@ -76,7 +78,7 @@ def select_evictions(regions: Int64s, words32: Words, words: int, score: int, nu
     known, left = 0, number
     for settled in range(0, 64, _DIGIT):
         counts = np.zeros(1 << _DIGIT, np.int64)
-        tally(regions, words32, words, score, settled, known, counts)
+        count_ranks(regions, words32, words, score, settled, known, counts)
         reached = np.cumsum(counts)
         digit = min(int(np.searchsorted(reached, left)), len(counts) - 1)
         left -= int(reached[digit] - counts[digit])

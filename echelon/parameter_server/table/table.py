@@ -232,10 +232,10 @@ class Table:
     def _evict(self, ids: Int64s, over: int) -> Int64s:
         arena, capacity = self._arena, self.capacity or 0
         score = OLDEST if self.spec.on_full == "lru" else RAREST
-        mine = self._found(ids)
-        records.set_flags(mine, arena.words32, self.words, _ALL, PINNED)
+        own = self._found(ids)
+        records.set_flags(own, arena.words32, self.words, _ALL, PINNED)
         gone = select_evictions(self._index.regions, arena.words32, self.words, score, max(over, capacity // 16))
-        records.set_flags(mine, arena.words32, self.words, _ALL ^ PINNED, 0)
+        records.set_flags(own, arena.words32, self.words, _ALL ^ PINNED, 0)
         if len(gone) < over:
             raise EchelonError(
                 f"table '{self.spec.name}': one push touches more rows than the {capacity:,} it may hold here; "

@@ -101,6 +101,11 @@ class PullFuture:
                 self.note(frames)
         return frames
 
+    def take_dense(self) -> list[Floats]:
+        """Return the dense blocks, of which this object keeps none."""
+        taken, self.dense = self.dense, []
+        return taken
+
     def rows(self) -> dict[str, Floats]:
         """Wait for the answers, and return the rows by table, in the order of the requested ids."""
         frames = self.wait()
@@ -161,7 +166,12 @@ class ParameterServerClient:
         self._newest: list[Floats] = []  # the blocks' values in the last answer to a push that asked for them
         self._committed = -1
         self.occupancy = Occupancy(job.tables, len(self.links))
-        self.staleness: list[int] = []  #: of the pushes answered since the list was last emptied
+        self._staleness: list[int] = []  # of the pushes answered since the list was last taken
+
+    def take_staleness(self) -> list[int]:
+        """Return the staleness of the pushes answered since the last call."""
+        taken, self._staleness = self._staleness, []
+        return taken
 
     # ---- start and end ----
 
@@ -283,7 +293,7 @@ class ParameterServerClient:
             answers = self._gather(self._under_way.popleft())
             activity.served("push", since)
             self.occupancy.note(answers)
-            self.staleness += [int(answer.head.get("staleness", 0)) for answer in answers]
+            self._staleness += [int(answer.head.get("staleness", 0)) for answer in answers]
             if all(answer.arrays for answer in answers):
                 self._newest = [answer.arrays[0] for answer in answers]
                 self._moment = PullVersions([int(answer.head["version"]) for answer in answers], included)

@@ -68,7 +68,7 @@ class ServerConnections:
         """Print the servers that have not answered while the caller waits inside the context."""
         if not self._role.endpoints:
             return nullcontext()
-        notice = WaitNotice(self._me, self._role.join_timeout, "start what is missing", component="ps")
+        notice = WaitNotice(self._me, self._role.join_timeout, "start the missing processes", component="ps")
         return notice.during(self._unanswered)
 
     def _unanswered(self) -> str:
@@ -88,7 +88,7 @@ class ServerConnections:
         from echelon.base.security import Security
         from echelon.parameter_server.protocol.channel import HeartbeatSender
 
-        self._missing = WaitNotice(self._me, self._role.join_timeout, "start what is missing", component="ps")
+        self._missing = WaitNotice(self._me, self._role.join_timeout, "start the missing processes", component="ps")
         self._begin = WaitNotice(self._me, None, component="ps")
         security = Security.from_environment()
         self._beats = HeartbeatSender(

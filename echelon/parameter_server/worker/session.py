@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,8 +36,20 @@ from echelon.strategy import ParameterServer
 LATELY = 100
 
 
+class GradientCounts(Protocol):
+    """The counts that go with the gradients of an update."""
+
+    weights: Tensor | float  #: sum of the weights of this worker's losses
+
+    @property
+    def own_samples(self) -> float:
+        """Sum of the sample counts of this worker's losses."""
+
+
 class ParameterServerSession:
     """The session of one model: its tables, and its dense parameters if servers hold them."""
+
+    pushes = True  #: gradients are pushed after each step
 
     def __init__(
         self, settings: ParameterServer, role: Role, seed: int, model: nn.Module, device: torch.device
@@ -51,7 +63,7 @@ class ParameterServerSession:
         self.worker, self.workers = (role.index, role.workers) if self.remote else (0, 1)
         self._model, self._hooks = model, list[RemovableHandle]()
         self._tables = tables_of(model, lambda name: table_seed(seed, name))
-        self.blob: Callable[[], bytes] | None = None  #: returns the state from which this worker resumes
+        self._pack_state: Callable[[], bytes] | None = None  # returns the state from which this worker resumes
         #: True if this process's own optimizer steps the dense parameters
         self.steps_here = not self.dense or self.settings.mode == "geo"
         self._geo: GeoWorker | None = None
@@ -67,9 +79,18 @@ class ParameterServerSession:
 
     # ---- opening ----
 
-    def open(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Open the job on the servers. ``begin`` follows when the model has its initial values."""
-        self._optimizer = optimizer
+    @property
+    def session(self) -> ParameterServerSession:
+        return self
+
+    def open(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], pack_state: Callable[[], bytes]
+    ) -> None:
+        """Open the job on the servers. ``begin`` follows when the model has its initial values.
+
+        pack_state: returns the state from which this worker resumes; it is stored with each push
+        """
+        self._optimizer, self._pack_state = optimizer, pack_state
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.dense:
             check_parameters(trained)
@@ -85,15 +106,14 @@ class ParameterServerSession:
         )
         self._contact = ServerConnections(self.role, job, self.settings.timeout)
         self.client = ParameterServerClient(self._contact.links, job, self.worker)
-        self.reading = SparseLookup(self.client, self._device)
         self._blocks = DenseBlockBuffers(job.blocks, trained, job.servers)
+        if self.settings.mode == "geo":
+            self._geo = GeoWorker(self.client, self._blocks, self.workers, self.settings.k_steps)
+        pull = None if self._geo is None else self._geo.pull
+        self.reading = SparseLookup(self.client, self._device, self.catch_up, pull)
         for name, (_, modules) in self._tables.items():
             for module in modules:
                 module.connect(name, lambda: self.reading)
-        if self.settings.mode == "geo":
-            self._geo = GeoWorker(self.client, self._blocks, self.workers, self.settings.k_steps)
-            self.reading.pull = self._geo.pull
-        self.reading.before_peek = self.catch_up
         if self.dense and not self.steps_together:
             self._hooks = attach(self._model, self.catch_up)
         try:
@@ -117,12 +137,12 @@ class ParameterServerSession:
     def resumed(self) -> bytes | None:
         """State that this worker stored on the servers before it was restarted; None if this is its first start."""
         assert self.client is not None
-        mine = [s for s in self._standing if s.get("opened") and s.get("session") == self.client.job.session]
-        if not self.dense or len(mine) < len(self._standing):
+        matching = [s for s in self._standing if s.get("opened") and s.get("session") == self.client.job.session]
+        if not self.dense or len(matching) < len(self._standing):
             return None
-        if not all(s["member"] for s in mine):
+        if not all(s["member"] for s in matching):
             return self._join()
-        seq = min(int(s["seq"]) for s in mine)
+        seq = min(int(s["seq"]) for s in matching)
         if seq < 0:
             return None
         blobs = self._blobs()
@@ -177,7 +197,11 @@ class ParameterServerSession:
         """Return the number of pushes that may stay unanswered while the next step computes."""
         return 1 if self.settings.prefetch and self.settings.mode == "async" else 0
 
-    def update(self, samples: float, weight: float, loss: Tensor | None = None) -> None:
+    def push(self, gradients: GradientCounts, loss: Tensor) -> None:
+        """Push the gradients of ``loss``, the loss of this step."""
+        self._update(gradients.own_samples, float(gradients.weights), loss)
+
+    def _update(self, samples: float, weight: float, loss: Tensor | None = None) -> None:
         """Push the step's gradients.
 
         samples:  number of samples over which the loss is a mean
@@ -226,17 +250,17 @@ class ParameterServerSession:
         self.client.collect()  # a refused push gives the reason; the pull would only report the push as missing
         pulled, self._ahead = self._ahead or self.client.pull({}, step=self.client.seq, dense=True), None
         pulled.wait()
-        self._install(pulled.dense)
-        pulled.dense, self._is_behind = [], False
+        self._install(pulled.take_dense())
+        self._is_behind = False
         return own if pulled.loss is None else own.new_tensor(pulled.loss)
 
     def _blob(self) -> NDArray[np.uint8] | None:
-        return np.frombuffer(self.blob(), np.uint8) if self.blob and self.dense else None
+        return np.frombuffer(self._pack_state(), np.uint8) if self._pack_state and self.dense else None
 
     def skip(self) -> None:
         """Skip the step, which has nothing to apply. If other workers wait for it, an empty update is pushed."""
         if self.dense and self.settings.mode != "geo":
-            self.update(0.0, 0.0)
+            self._update(0.0, 0.0)
         else:
             self.reading.end()
 
@@ -261,8 +285,7 @@ class ParameterServerSession:
 
     def _note_staleness(self) -> None:
         assert self.client is not None
-        self._stale = (self._stale + self.client.staleness)[-LATELY:]
-        self.client.staleness = []
+        self._stale = (self._stale + self.client.take_staleness())[-LATELY:]
 
     @property
     def staleness(self) -> float:
@@ -300,34 +323,39 @@ class ParameterServerSession:
         """Return the name of the directory, beside a checkpoint, that holds the servers' part of it."""
         return f"servers-{step:08d}"
 
-    def save(self, place: Path, step: int, alone: bool) -> None:
-        """Save the servers' part of a checkpoint; the process with ``alone`` requests it, and the others wait."""
+    def save(self, place: Path, step: int) -> str:
+        """Save the servers' part of a checkpoint; worker 0 requests it, and the others wait. Return its name."""
         assert self.client is not None
         if not self.dense and self.remote:
             worlds.barrier()  # every worker's pushes have been answered
-        if alone:
+        if self.worker == 0:
             directory = place / self.saved_as(step)
             directory.mkdir(parents=True, exist_ok=True)
             self.client.ask(op="save", path=str(directory.absolute()), step=step)
         if not self.dense and self.remote:
             worlds.barrier()
+        return self.saved_as(step)
 
     def forget_saves(self, place: Path) -> None:
         """Remove servers' parts whose checkpoint is gone."""
         from echelon.checkpoint.directory import complete
 
+        if self.worker:
+            return
         kept = {self.saved_as(step) for step in complete(place)}
         newest = max(kept, default="")
         for left in place.glob("servers-*"):
             if left.name not in kept and left.name < newest:
                 shutil.rmtree(left, ignore_errors=True)
 
-    def load(self, checkpoint: Path, name: str | None, asks: bool) -> None:
-        """Load the servers' part of a checkpoint. The worker with ``asks`` requests it; others wait in ``begin``."""
+    def load(self, checkpoint: Path, name: str | None) -> None:
+        """Load the servers' part of a checkpoint. Worker 0 requests it; others wait in ``begin``."""
         assert self.client is not None
         if name is None:
-            raise CheckpointError(f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with")
-        if asks:
+            raise CheckpointError(
+                f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with them"
+            )
+        if self.worker == 0:
             self.client.ask(op="load", path=str((checkpoint.parent / Path(name).name).absolute()))
 
     def export(self, path: str | Path, table: str, since: int | None = None) -> int:
@@ -340,17 +368,17 @@ class ParameterServerSession:
         assert self.client is not None
         self.client.settle()
         kind = "parquet" if str(path).endswith(".parquet") else "safetensors"
-        told = self.client.ask(op="export", path=str(Path(path).absolute()), table=table, format=kind, since=since)
-        return max(int(answer.head["version"]) for answer in told)
+        answers = self.client.ask(op="export", path=str(Path(path).absolute()), table=table, format=kind, since=since)
+        return max(int(answer.head["version"]) for answer in answers)
 
     def stats(self) -> list[dict[str, Any]]:
         """Return the counters of each server."""
         assert self.client is not None
         return [answer.head for answer in self.client.ask(op="stats")]
 
-    def leave(self, done: bool, say: Callable[[str], None] | None) -> None:
-        """Leave the job at the end of the run. ``say`` prints the summary; it is None except on one worker."""
-        if done and say is not None and (line := self.summary()) is not None:
+    def leave(self, done: bool, say: Callable[[str], None]) -> None:
+        """Leave the job at the end of the run; worker 0 logs the summary."""
+        if done and self.worker == 0 and (line := self.summary()) is not None:
             say(line)
         self.close(done)
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.base.errors import DataError
 from echelon.parameter_server.table import dedupe, merge
@@ -28,6 +27,7 @@ from echelon.parameter_server.worker.client import (
     PullFuture,
     PullVersions,
 )
+from echelon.plan.operations import tensors_in
 
 #: Identifies a tensor of ids among the tensors of a batch.
 Key = tuple[str, int, tuple[int, ...], tuple[int, ...]]
@@ -101,9 +101,19 @@ class LookupBatch:
 
 
 class SparseLookup:
-    """The lookups of one worker, step by step."""
+    """The lookups of one worker, step by step.
 
-    def __init__(self, client: ParameterServerClient, device: torch.device) -> None:
+    before_peek: called by a lookup outside of a step
+    pull:        reads rows in place of ``client.pull``; default: ``client.pull``
+    """
+
+    def __init__(
+        self,
+        client: ParameterServerClient,
+        device: torch.device,
+        before_peek: Callable[[], None] = lambda: None,
+        pull: Callable[..., PullFuture] | None = None,
+    ) -> None:
         self._client, self._device = client, device
         self._views: dict[IdView, None] = {}
         self._leaves: list[Tensor] = []
@@ -113,14 +123,14 @@ class SparseLookup:
         self.in_step = False
         self.computed: set[str] = set()  #: tables whose ids are computed in the model, which prevents prefetching
         self.values: list[Floats] = []  #: dense values that came with the last pull
-        self.pull: Callable[..., PullFuture] = client.pull
-        self.before_peek: Callable[[], None] = lambda: None  #: called by a lookup outside of a step
+        self._pull = pull or client.pull
+        self._before_peek = before_peek
 
     # ---- a step ----
 
     def begin(self, batch: Any, dense: bool) -> None:
         """Start a step on ``batch`` and receive its rows, from a prefetch if there is one."""
-        self._leaves = _tensors(batch)
+        self._leaves = tensors_in(batch)
         self._asked = []
         self.in_step = True
         self.values = []
@@ -134,7 +144,7 @@ class SparseLookup:
         """Prefetch the rows of the next batch; return the pull, if there is one."""
         if not (self._views or dense):
             return None
-        self._ahead.append(self.ask(self._views_of(_tensors(batch)), dense))
+        self._ahead.append(self.ask(self._views_of(tensors_in(batch)), dense))
         return self._ahead[-1].pulled
 
     def ask(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
@@ -149,7 +159,7 @@ class SparseLookup:
                 asked.inverse[key_of(table, ids)] = inverse[start : start + ids.numel()]
                 start += ids.numel()
         if wanted or dense:
-            asked.pulled = self.pull(asked.ids, step=self._client.seq, dense=dense)
+            asked.pulled = self._pull(asked.ids, step=self._client.seq, dense=dense)
         return asked
 
     def _receive(self, asked: LookupBatch) -> None:
@@ -182,7 +192,7 @@ class SparseLookup:
         return asked.found[table].rows, torch.from_numpy(asked.inverse[key]).to(self._device)
 
     def _peek(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        self.before_peek()
+        self._before_peek()
         unique, inverse = dedupe(_joined_ids([ids]))
         rows = self._client.pull({table: unique}, step=self._client.seq, peek=True).rows()[table]
         return torch.from_numpy(_own(rows)).to(self._device), torch.from_numpy(inverse).to(self._device)
@@ -241,10 +251,6 @@ def _gradient(rows: Tensor, scale: float) -> Floats:
     assert rows.grad is not None
     grad = rows.grad.detach().cpu()
     return (grad if scale == 1.0 else grad * scale).numpy()
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _joined_ids(tensors: Sequence[Tensor]) -> Ids:

@@ -1,5 +1,8 @@
 """``Strategy(auto=True)``: at the first batch, rank 0 profiles the model and searches, and all ranks run its plan.
 
+Plans have the precision and the compilation of a run without a strategy (see DefaultRun), and one is taken only if it
+is faster than that run, or if that run does not fit (see DefaultComparison).
+
 The source of the batch limits the plans. With ``sample=`` or a data set (``engine.loader``), any mesh is possible,
 because batches come from loaders that know the plan. If user code passes each rank its own batch, every rank keeps it:
 plans with splits or stages are left out, and a log line says so.
@@ -9,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +29,7 @@ from echelon.data import Loader
 from echelon.data.sampling import batches_of
 from echelon.distributed.collectives import gather_json, json_to_tensor, tensor_to_json
 from echelon.distributed.world import World
-from echelon.fastpath.inspect import choose_for_saved_plan
+from echelon.fastpath.inspect import choose_for_saved_plan, machine_of
 from echelon.nn.moe import MoE
 from echelon.parallel.objective import LossFunction, as_batch, count_samples
 from echelon.plan import Plan
@@ -34,13 +38,14 @@ from echelon.plan.draft import Draft
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.realize import realize
 from echelon.planner.apply.save_plan import make_saved_plan
-from echelon.strategy import Auto, Fast, Strategy
+from echelon.planner.default_run import FP32_EAGER, DefaultRun, find_default_run
+from echelon.strategy import Auto, Strategy
 from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.slices import Slices
 from echelon.strategy.combine import set_options
 
 if TYPE_CHECKING:
-    from echelon.engine.engine import Engine
+    from echelon.planner.apply.default_comparison import DefaultComparison
     from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
 
 #: A plan predicted to take this many times the best plan's time is not preferred for trials: errors are smaller.
@@ -70,8 +75,7 @@ def refuse_settings_beside_plan(
 ) -> None:
     """Raise UsageError if a script has settings beside a saved plan or auto, which would be ignored or conflict."""
     what = "the saved plan" if planned else "auto"
-    beside = [name for name in set_options(strategy) if name != "auto"]
-    beside += ["fast"] if strategy.part(Fast) else []  # fast=False is fine
+    beside = [name for name in set_options(strategy) if name != "auto"]  # ``fast`` and ``amp=False`` are respected
     if beside:
         options = ", ".join(f"{name}=" for name in beside)
         raise UsageError(f"{what} says how to train, and Strategy sets {', '.join(beside)}; remove {options} from it")
@@ -83,8 +87,16 @@ def refuse_settings_beside_plan(
         raise UsageError(f"{what} is for jobs without parameter servers, and this one has them; remove {what}")
 
 
+#: A plan, the marks of the model, and the saved plan that it was made from.
+ChosenPlan = tuple[Plan, ModelMarks, SavedPlan]
+
+
 class AutoPlanner:
-    """Chooses the plan of an engine. All ranks must call the same methods together."""
+    """Chooses the plan of a run. All ranks must call the same methods together.
+
+    say:      writes a line to the log
+    strategy: the user's; besides ``auto`` it may have ``fast`` and ``amp=False``
+    """
 
     def __init__(
         self,
@@ -93,26 +105,27 @@ class AutoPlanner:
         model: nn.Module,
         loss: LossFunction | None,
         optimizers: Mapping[str, torch.optim.Optimizer],
-        fast: bool = True,
+        say: Callable[[str], None],
+        strategy: Strategy,
     ) -> None:
-        self._fast = fast
+        self._say, self._strategy = say, strategy
         self._auto = auto
         self._world = world
         self._model = model
         self._loss = loss
         self._optimizers = optimizers
 
-    def by_sample(self, engine: Engine, batch: Any) -> None:
+    def by_sample(self, batch: Any) -> ChosenPlan:
         """Choose a plan from a batch as one rank gets it, if loaders will distribute the data."""
-        self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=False, batch=batch)
+        return self._find(lambda: batch, self._total(count_samples(batch)), own_batches=False)
 
-    def plan_from_batch(self, engine: Engine, batch: Any) -> None:
+    def plan_from_batch(self, batch: Any) -> ChosenPlan:
         """Choose a plan from the first batch that user code passes to every rank."""
-        self._find(engine, lambda: batch, self._total(count_samples(batch)), own_batches=True, batch=batch)
+        return self._find(lambda: batch, self._total(count_samples(batch)), own_batches=True)
 
     def plan_from_data(
-        self, engine: Engine, dataset: Any, batch_size: int | None, global_batch: int | None, options: Mapping[str, Any]
-    ) -> None:
+        self, dataset: Any, batch_size: int | None, global_batch: int | None, options: Mapping[str, Any]
+    ) -> ChosenPlan:
         """Choose a plan from the first samples of a data set.
 
         batch_size:   samples of each rank, because the number of replicas is not known yet
@@ -131,41 +144,47 @@ class AutoPlanner:
             loader = Loader(dataset, batch_size=rows, shuffle=False, device=self._world.device, **wanted)
             return as_batch((next(iter(loader)),), {}, self._world.device)
 
-        self._find(engine, first, total, own_batches=False)
+        rows_of_all = len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, tuple) else 0
+        return self._find(first, total, own_batches=False, steps=rows_of_all // total)
 
-    def run(self, engine: Engine, saved: SavedPlan, batch: Any = None, origin: str = "") -> None:
-        """Start the engine with a saved plan; ``origin``: text about its source for a log line, "" for no line."""
+    def realized(self, saved: SavedPlan, origin: str = "") -> ChosenPlan:
+        """Return the plan of a saved plan; ``origin``: text about its source for a log line, "" for no line."""
         if origin:
-            engine.say(f"plan: from {origin}: {saved.draft}")
+            self._say(f"plan: from {origin}: {saved.draft}")
         saved.check_model(self._model)
         place = self._world.place
         plan, marks = realize(saved, self._model, self._optimizers, self._world.size, place.local_world_size)
-        if self._fast:
-            plan = choose_for_saved_plan(plan, saved, self._world, self._model, self._optimizers)
-        engine.begin(plan, marks, batch if plan.mesh.get("stage", 1) > 1 else None, saved)
+        plan = choose_for_saved_plan(
+            plan, saved.draft, self._strategy, self._world, self._model, self._optimizers, self._loss
+        )
+        return plan, marks, saved
 
     def _total(self, samples: int) -> int:
         control = self._world.control
         return samples if control is None else sum(gather_json(samples, control))
 
-    def _find(self, engine: Engine, sample: Any, total: int, *, own_batches: bool, batch: Any = None) -> None:
+    def _find(self, sample: Callable[[], Any], total: int, *, own_batches: bool, steps: int = 0) -> ChosenPlan:
+        """Choose a plan for ``total`` samples a step; ``steps``: steps that will surely follow."""
         assert self._auto is not None
         message: dict[str, Any] = {}
+        machine = machine_of(self._world)
+        # on every rank, because a part of ``fast`` that is impossible must be refused on every rank
+        usual = find_default_run(self._model, self._loss, self._optimizers, machine, self._strategy)
         if self._world.rank == 0:
-            message = self._search(sample, total, own_batches)
+            message = self._search(sample, PlanTask(total, usual, own_batches, steps))
         message = from_first(message, self._world)
         if "error" in message:
             raise UsageError(message["error"])
         for line in message["lines"]:
-            engine.say(line)
+            self._say(line)
         plans = [SavedPlan.from_json(text) for text in message["plans"]]
-        if self._auto.measure and len(plans) > 1:
+        if message["measure"] and len(plans) > 1:
             from echelon.planner.apply.trial import find_quickest_plan
 
-            plans = [find_quickest_plan(plans, self._world, self._model, engine.say)]
-        self.run(engine, plans[0], batch)
+            plans = [find_quickest_plan(plans, self._world, self._model, self._say)]
+        return self.realized(plans[0])
 
-    def _search(self, sample: Any, total: int, own_batches: bool) -> dict[str, Any]:
+    def _search(self, sample: Callable[[], Any], task: PlanTask) -> dict[str, Any]:
         """Return, on rank 0, the message to all ranks with plans or an error.
 
         The other ranks wait for the message, so every exception is turned into an error in it.
@@ -173,19 +192,33 @@ class AutoPlanner:
         assert self._auto is not None
         before = random_state(0, self._world.device)
         try:
-            found = find_plans(
-                self._auto, self._model, self._loss, sample(), total, self._world, self._optimizers, own_batches
-            )
+            found = find_plans(self._auto, self._model, self._loss, sample(), task, self._world, self._optimizers)
         except EchelonError as error:
             return {"error": str(error)}
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return {
-                "error": f"auto could not look into the model ({reason}); choose a Strategy by hand, or mark the model"
+                "error": f"auto could not profile the model ({reason}); choose a Strategy by hand, or mark the model"
             }
         finally:
             restore_random_state(0, self._world.device, before)
         return found
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """The training that a plan is for.
+
+    samples:     samples of a step, of all ranks together
+    usual:       precision and compilation of a run without a strategy
+    own_batches: True if user code passes each rank its own batch, so that plans cannot cut the model
+    steps:       steps that will surely follow; 0 if unknown
+    """
+
+    samples: int
+    usual: DefaultRun = FP32_EAGER
+    own_batches: bool = False
+    steps: int = 0
 
 
 def find_plans(
@@ -193,42 +226,56 @@ def find_plans(
     model: nn.Module,
     loss: LossFunction | None,
     sample: Any,
-    total: int,
+    task: PlanTask,
     world: World,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    own_batches: bool,
 ) -> dict[str, Any]:
-    """Return the best plans as JSON, and log lines about them. Raises UsageError if no plan fits."""
+    """Return the plans to run or to measure, as JSON, and log lines about them. Raises UsageError if no plan fits."""
     from echelon.base.quantities import quantity
+    from echelon.planner.apply.default_comparison import compare_with_default, default_choice, is_measured
+    from echelon.planner.cluster.cluster import with_memory_limit
     from echelon.planner.plan_search.search import search
     from echelon.planner.profiling.profile import profile
 
     cluster = _cluster(auto, world)
     memory = None if auto.memory is None else quantity(auto.memory, "bytes", "Auto(memory=...)")
     looked = profile(model, sample, loss=loss)
-    fixed = _fixed(model, own_batches)
+    fixed, stepping = _fixed(model, task.own_batches), _optimizer(optimizers, model, task.usual)
     answer = search(
         looked,
         cluster,
-        batch=total,
+        batch=task.samples,
         allow=auto.allow,
         memory=memory,
         fixed=fixed,
         devices=world.size,
-        **_optimizer(optimizers, model),
+        usual=task.usual,
+        **stepping,
         keep=50,  # plans on different meshes may be far apart in the ranking
     )
     if not answer.best:
         raise UsageError(_nothing_fits(answer))
-    described = str(cluster)
+    plain = default_choice(looked, with_memory_limit(cluster, memory), task.samples, task.usual, stepping)
+    against = compare_with_default(answer.best[0], plain, task.steps, measured=is_measured(cluster))
+    choices = against.choices
+    if auto.measure:
+        others = [*answer.best, *answer.as_quick, *_neighbours(answer, auto, world.size, fixed)]
+        choices = tuple(_different(_once([*against.choices, *others]), auto.trials))
     plans = [
-        make_saved_plan(choice.draft, looked, model=model, cluster=described, prediction=choice.prediction).to_json()
-        for choice in _different([*answer.best, *_neighbours(answer, auto, world.size, fixed)], auto.trials)
+        make_saved_plan(choice.draft, looked, model=model, cluster=str(cluster), prediction=choice.prediction).to_json()
+        for choice in choices
     ]
-    lines = list(_lines(answer, own_batches))
+    lines = [f"auto: planned for {task.usual}, as a run without a strategy", *_lines(answer, against)]
+    if task.own_batches:
+        lines.append("auto: stages and splits skipped: each rank keeps its own batch; engine.loader() allows them")
     if "micro_batches" in fixed:
-        lines.append("auto: batch norm or experts look over whole batches, so micro-batches were left out")
-    return {"plans": plans, "lines": lines}
+        lines.append("auto: micro-batches skipped: batch norm or experts depend on whole batches")
+    measure = against.measure if auto.measure is None else auto.measure
+    return {"plans": plans, "lines": lines, "measure": measure}
+
+
+def _once(choices: Iterable[PlanChoice]) -> list[PlanChoice]:
+    return list({choice.draft: choice for choice in choices}.values())
 
 
 def _different(best: Sequence[PlanChoice], count: int) -> list[PlanChoice]:
@@ -296,7 +343,7 @@ def _cluster(auto: Auto, world: World) -> Any:
     return cluster
 
 
-def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
+def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module, usual: DefaultRun) -> dict[str, Any]:
     """Return the optimizer's name and a system with its state bytes; Adam's if they cannot be measured."""
     from echelon.planner.cost.system import ECHELON, STATE
     from echelon.planner.profiling.optimizer_state import optimizer_name, with_state_of
@@ -306,16 +353,18 @@ def _optimizer(optimizers: Mapping[str, torch.optim.Optimizer], model: nn.Module
         system = with_state_of(ECHELON, optimizers, model)
     except UsageError:
         system = dataclasses.replace(ECHELON, state={**STATE, name: STATE["adam"]})
-    return {"optimizer": name, "system": system}
+    return {"optimizer": name, "system": usual.runtime(system)}
 
 
-def _lines(answer: SearchResult, own_batches: bool) -> Iterator[str]:
+def _lines(answer: SearchResult, against: DefaultComparison) -> Iterator[str]:
     best = answer.best[0]
     full = best.prediction.fullest
     yield (
         f"auto: {best.draft}: predicted {duration(best.seconds)} a step and {size(full.total)} on a device, the best "
         f"of {answer.considered} plans ({answer.seconds:.1f} s)"
     )
+    if against.line:
+        yield f"auto: {against.line}"
     if len(answer.best) > 1:
         second = answer.best[1]
         yield f"auto: the next best, {second.draft}, would take {duration(second.seconds)} ({_more(second, best)})"
@@ -323,8 +372,6 @@ def _lines(answer: SearchResult, own_batches: bool) -> Iterator[str]:
         yield f"auto: {each}"
     for note in answer.notes:
         yield f"auto: {note}"
-    if own_batches:
-        yield "auto: each rank keeps the batch it was given: no stages, no splits; with engine.loader() there may be"
 
 
 def _more(second: PlanChoice, best: PlanChoice) -> str:

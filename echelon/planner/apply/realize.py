@@ -78,7 +78,7 @@ def _check_shape(draft: Draft) -> None:
     if draft.chunks > 1 and (draft.stage == 1 or draft.schedule != "interleaved"):
         raise UsageError(f"{draft}: several stages a rank need two ranks or more and schedule='interleaved'")
     if draft.compile and draft.stage > 1:
-        raise UsageError(f"{draft}: stages send what their units make, and cannot be compiled; leave compile out")
+        raise UsageError(f"{draft}: stages send the outputs of units, and cannot be compiled; leave compile out")
     if draft.order and sorted(draft.order) != list(range(draft.ranks)):
         raise UsageError(f"{draft}: order lists each of the {draft.ranks} ranks once, got {draft.order}")
 

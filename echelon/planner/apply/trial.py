@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ WARM, COUNTED = 2, 5
 PATIENCE = 120.0
 LOOK = 0.1
 
-_BEGUN = time.monotonic()
+BEGUN = time.monotonic()  #: about when this process began
 
 _FAILED = "failed"
 
@@ -63,8 +63,8 @@ _FAILED = "failed"
 class TimedEngine(Protocol):
     """An engine whose steps are timed."""
 
-    world: World
-    trial: Any
+    @property
+    def world(self) -> World: ...
 
     def step(self, *batch: Any, **named: Any) -> Any:
         """Train on one batch."""
@@ -76,10 +76,16 @@ class Trial:
 
     candidate: SavedPlan
     report: Path
+    _has_begun: bool = False
 
-    def run(self, engine: TimedEngine, batches: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> NoReturn:
-        """Train for some steps, write the median time of a step to the report, and exit the process."""
-        engine.trial = None
+    def run(self, engine: TimedEngine, batches: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Train for some steps, write the median time of a step to the report, and exit the process.
+
+        In the steps themselves, the call does nothing.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
         seconds = []
         for _, (args, named) in zip(range(WARM + COUNTED), batches, strict=False):
             begun = _now(engine.world.device)
@@ -148,10 +154,10 @@ def find_quickest_plan(
         say(f"auto: tried {plan.draft}: {_in_words(plan, outcome)}")
     timed = [(outcome.seconds, at) for at, outcome in enumerate(outcomes) if outcome.seconds is not None]
     if not timed:
-        say("auto: no trial came to an end; the plan is the one predicted to be quickest")
+        say("auto: no trial has finished; the plan is the one predicted to be quickest")
         return plans[0]
     best = plans[min(timed)[1]]
-    say(f"auto: taken after {len(plans)} trials: {best.draft}")
+    say(f"auto: chosen after {len(plans)} trials: {best.draft}")
     return best
 
 
@@ -285,7 +291,7 @@ class _TrialRunner:
         try:
             while child.poll() is None:
                 if time.monotonic() > deadline:
-                    return self._tell(TrialOutcome(None, f"not done after {patience:.0f} s"))
+                    return self._tell(TrialOutcome(None, f"not finished after {patience:.0f} s"))
                 if self._store is not None and self._store.check([f"{_FAILED}/{self._round}"]):
                     return TrialOutcome(None, _FAILED)
                 time.sleep(LOOK)
@@ -313,7 +319,7 @@ class _TrialRunner:
 
 def _patience(plan: SavedPlan) -> float:
     expected = plan.predicted.seconds if plan.predicted else 0.0
-    return PATIENCE + 2 * (time.monotonic() - _BEGUN) + 10 * (WARM + COUNTED) * expected
+    return PATIENCE + 2 * (time.monotonic() - BEGUN) + 10 * (WARM + COUNTED) * expected
 
 
 def _first_host(world: World) -> str:

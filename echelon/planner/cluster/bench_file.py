@@ -159,7 +159,7 @@ class BenchMeasurements:
         name = kind.device.name
         if name not in self.entry.devices:
             if self.named:
-                say(f"{self.path} has measured {', '.join(self.entry.devices)}, not {name}: its figures are defaults")
+                say(f"{self.path} has figures of {', '.join(self.entry.devices)}, not of {name}: defaults are used")
             return kind
         if not self.named and not self.fits_here(name):
             return kind

@@ -105,7 +105,7 @@ class Device:
     def convolutions_of(self, dtype: str, sort: str = "") -> Curve:
         """Return the fraction of ``peak_of(dtype)`` that convolutions reach, as a curve over FLOPs.
 
-        sort: "" for any convolution, "1x1", or "few" for those with few input channels
+        sort: "" for any convolution, "1x1", "few" for those with few input channels, or "depthwise"
         """
         every = self.convolutions_by.get(self._own(dtype), self.convolutions) or self.products_of(dtype)
         return self.convolutions_by.get(f"{self._own(dtype)} {sort}", every) if sort else every

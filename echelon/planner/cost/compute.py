@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from echelon.planner.cluster.cluster import Curve, Device, read_curve
 from echelon.planner.cost.system import System
-from echelon.planner.model_costs import Kernel, ModelUnit, UnitPass
+from echelon.planner.model_costs import FUSABLE, Kernel, ModelUnit, UnitPass
 
 COMPUTES = frozenset({"product", "convolution", "attention"})
-FUSABLE = frozenset({"pointwise", "normalization", "batch_norm", "reduction", "copy", "layout"})
 
 #: Tiles that a library divides a product's result into (rows, columns), and the fraction of a multiprocessor's rate
 #: that each reaches: small tiles read more of their operands for each multiplication.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
+
+
+#: How a unit is compiled: its kernels are those of compiled code, or the system's factors stand for fusion.
+Compiling = Literal["fused", "by factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,10 @@ class UnitSeconds:
         return UnitSeconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def unit_seconds(unit: ModelUnit, device: Device, system: System, compiled: bool = False) -> UnitSeconds:
+def unit_seconds(unit: ModelUnit, device: Device, system: System, compiled: Compiling | None = None) -> UnitSeconds:
     """Return the seconds of one micro-batch in one unit.
 
-    compiled: True if the unit is compiled: pointwise kernels are fused, and the host launches fewer kernels
+    compiled: how the unit is compiled; None: not compiled
     """
     pace = _Pace(device, system, compiled)
     forward, backward, again = unit.forward.kernels, unit.backward.kernels, unit.again or unit.forward
@@ -65,11 +69,12 @@ def _batch_norms(way: UnitPass) -> int:
 class _Pace:
     """The speed of one device under one system."""
 
-    def __init__(self, device: Device, system: System, compiled: bool) -> None:
-        self._kind = device
-        self._fused = system.pointwise * (system.compiled_pointwise if compiled else 1.0)
-        self._launch = device.launch * system.host
-        self._launches = system.launches * (system.compiled_launches if compiled else 1.0)
+    def __init__(self, device: Device, system: System, compiled: Compiling | None) -> None:
+        by_factors, fused = compiled == "by factors", compiled == "fused"
+        self._kind, self._gap = device, device.floor if fused and not device.overhead else 0.0
+        self._fused = system.pointwise * (system.compiled_pointwise if by_factors else 1.0)
+        self._launch = device.launch * system.host * (system.compiled_host if fused else 1.0)
+        self._launches = system.launches * (system.compiled_launches if by_factors else 1.0)
 
     def device(self, kernels: Iterable[Kernel]) -> float:
         """Return the seconds of the device for the kernels in sequence."""
@@ -83,7 +88,7 @@ class _Pace:
         return launches * self._launches * self._launch
 
     def _one(self, kernel: Kernel) -> float:
-        return kernel_seconds(kernel, self._kind, self._fused if kernel.kind in FUSABLE else 1.0)
+        return self._gap + kernel_seconds(kernel, self._kind, self._fused if kernel.kind in FUSABLE else 1.0)
 
 
 def kernel_seconds(kernel: Kernel, device: Device, fused: float = 1.0) -> float:
@@ -136,13 +141,17 @@ def kind_part(kernel: Kernel, device: Device) -> float:
     return device.parts.get(f"{kernel.kind} {kernel.dtype}", 1.0)
 
 
+LEAST_SPLIT = 512  # entries of k in each part of a product that is split along k
+
 FEW_CHANNELS = 8  # with fewer input channels, matrix units are poorly used
 
 
 def sort_of(shape: tuple[float, ...]) -> str:
-    """Return the sort of a convolution ("few", "1x1" or ""); convolutions of one sort reach similar rates."""
+    """Return the sort of a convolution ("depthwise", "few", "1x1" or ""); those of one sort reach similar rates."""
     if len(shape) != 5:
         return ""
+    if shape[0] > 1 and shape[4] == 1:
+        return "depthwise"
     return "few" if shape[4] < FEW_CHANNELS else "1x1" if shape[3] == shape[4] else ""
 
 
@@ -155,10 +164,13 @@ def tile_part(shape: tuple[float, ...], cores: int) -> float:
     """Return the fraction of its rate that a product of (batch, m, n, k) keeps after tile and wave quantization."""
     if len(shape) != 4 or not cores:
         return 1.0
-    batch, m, n, _ = shape
-    return max(rate * _filled(batch, m, n, rows, columns, cores) for rows, columns, rate in TILES)
+    batch, m, n, k = shape
+    return max(rate * _filled((batch, m, n, k), rows, columns, cores) for rows, columns, rate in TILES)
 
 
-def _filled(batch: float, m: float, n: float, rows: int, columns: int, cores: int) -> float:
+def _filled(shape: tuple[float, ...], rows: int, columns: int, cores: int) -> float:
+    """Return the fraction of the multiprocessors' work that is useful; few tiles are split along a long k."""
+    batch, m, n, k = shape
     tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
-    return batch * m * n / (math.ceil(tiles / cores) * cores * rows * columns)
+    splits = max(1.0, min(cores // tiles, k // LEAST_SPLIT))
+    return splits * batch * m * n / (math.ceil(splits * tiles / cores) * cores * rows * columns)

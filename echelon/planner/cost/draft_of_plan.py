@@ -36,6 +36,7 @@ def draft_of(plan: Plan, profile: ProfileLike, batch: int | None = None) -> Draf
         shares=plan.shares,
         widths=_widths(plan.splits),
         order=plan.order,
+        compile=bool(plan.fast.compiled),
     )
 
 

@@ -15,6 +15,7 @@ from echelon.plan.draft import Draft
 from echelon.plan.schedule import Action, Kind, rank_actions
 from echelon.strategy.annotations.marks import ScheduleName
 
+MANY_BEHIND = 8  # moments of 1F1B on ranks with more ranks behind follow from those of this many
 STEADY = 4  # a schedule is periodic from this many micro-batches per rank on
 
 
@@ -48,7 +49,10 @@ def moments_of_rank(
 ) -> tuple[ScheduleMoment, ...]:
     """Return the moments of one rank that may be its memory peak."""
     if name == "1f1b":  # a rank's schedule depends only on the number of ranks after it, and is soon periodic
-        behind = ranks - 1 - rank
+        behind = min(ranks - 1 - rank, micro_batches)  # all micro-batches are open before the first backward
+        if behind > MANY_BEHIND and micro_batches >= behind + 4:
+            short = _moments_of_rank(name, MANY_BEHIND + 1, MANY_BEHIND + 1, MANY_BEHIND + 4, 0, rank > 0)
+            return tuple(_longer(moment, behind - MANY_BEHIND) for moment in short)
         return _moments_of_rank(name, behind + 1, behind + 1, min(micro_batches, behind + 4), 0, rank > 0)
     if name == "gpipe":  # all micro-batches are open at the first backward: more of them only increase that count
         few = min(micro_batches, 2 * AHEAD + 2)
@@ -56,6 +60,13 @@ def moments_of_rank(
         return tuple(one._replace(open=(one.open[0] + micro_batches - few,)) for one in short)
     count = min(micro_batches, STEADY * ranks + micro_batches % ranks)
     return _moments_of_rank(name, stages, ranks, count, rank, rank > 0)
+
+
+def _longer(moment: ScheduleMoment, more: int) -> ScheduleMoment:
+    """Return a moment of 1F1B with ``more`` ranks behind: more micro-batches are open, or have been returned."""
+    if moment.open[0] > MANY_BEHIND // 2:
+        return moment._replace(open=(moment.open[0] + more,))
+    return moment._replace(returned=moment.returned + more) if moment.returned > MANY_BEHIND // 2 else moment
 
 
 def micro_batches_in_flight(draft: Draft, rank: int, saved: Mapping[int, int]) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -124,7 +124,9 @@ class CostModel:
         self, samples: int, split: int, amp: str | None, device: Device, compiled: bool = False
     ) -> list[UnitSeconds]:
         """Return the seconds of every unit, for one micro-batch on one device of a split."""
-        return [self.units.unit(unit, device, compiled) for unit in self.units.sheet(samples, split, amp).units]
+        return [
+            self.units.unit(unit, device, compiled) for unit in self.units.sheet(samples, split, amp, compiled).units
+        ]
 
     def memory(
         self,
@@ -139,12 +141,34 @@ class CostModel:
 
         merge, low_memory: options of a Plan that a draft does not have; see ``find_peak_moments``
         """
+        found: tuple[PredictedMemory, ...] = ()
+        for kind in self._distinct_memory(draft, placement):
+            limits = [min(device.memory for device, _ in kind.workers[rank]) for rank in range(draft.stage)]
+            own = self.replica_memory(_evenly(draft, kind.share), limits, ranks, merge=merge, low_memory=low_memory)
+            found = tuple(map(_fuller, found, own)) if found else own
+        return found
+
+    def _distinct_memory(self, draft: Draft, placement: MeshPlacement) -> Iterable[ReplicaPlacement]:
+        """Return the replicas to examine: of those with equal devices, the one with the largest share."""
+        found: dict[Hashable, ReplicaPlacement] = {}
+        for kind in placement.replicas:
+            key = tuple(tuple(device.name for device, _ in workers) for workers in kind.workers)
+            if key not in found or kind.share > found[key].share:
+                found[key] = kind
+        return found.values()
+
+    def replica_memory(
+        self,
+        draft: Draft,
+        limits: Sequence[float],
+        ranks: Iterable[int] | None = None,
+        *,
+        merge: int = 1,
+        low_memory: bool = False,
+    ) -> tuple[PredictedMemory, ...]:
+        """Return the peak memory of a replica of ``draft``; ``limits``: bytes of each rank along the stage axis."""
         from echelon.planner.cost.rank_memory import find_peak_moments
 
-        limits = [
-            min(device.memory for kind in placement.replicas for device, _ in kind.workers[rank])
-            for rank in range(draft.stage)
-        ]
         on_cpu = all(device.name.startswith("CPU") for device in self.cluster.kinds)
         place: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
         found = find_peak_moments(
@@ -169,8 +193,22 @@ class CostModel:
             )
         if draft.split > self.profile.splits:
             raise UsageError(
-                f"split {draft.split} cannot be: {self.profile.name} can be split over {self.profile.splits} at most"
+                f"split={draft.split}: {self.profile.name} can be split over {self.profile.splits} at most; use that "
+                "or less"
             )
+
+
+def _evenly(draft: Draft, share: float) -> Draft:
+    """Return the draft in which every replica has ``share`` times an even share of the batch."""
+    if not draft.shares:
+        return draft
+    each = max(1, round(draft.batch / draft.replicate * share))
+    return draft.replaced(batch=each * draft.replicate, shares=())
+
+
+def _fuller(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:
+    """Return the memory that exceeds its limit more, or leaves less of it free."""
+    return max(one, other, key=lambda memory: memory.total / (memory.limit or 1.0))
 
 
 def _one_by_one(forward: Array, backward: Array, edges: list[float]) -> tuple[Array, Array, list[float]]:
@@ -225,6 +263,8 @@ class _Replica:
             split += self.host.get("split", 0.0) * units.message_counts(self.setting).between(self.bounds)
         norm = units.statistics(self.setting, self.placement.replicate).between(self.bounds).sum(axis=0)
         f, b, w, f_host, b_host, replay, replay_host = self._slowest_devices()
+        if self._is_captured():
+            f_host = b_host = replay_host = np.zeros_like(f_host)
         again = np.array(draft.recompute or (False,) * draft.stages, dtype=float)
         split_forward, split_backward = split[0], split[1] + again * split[2]
         apart = self._taken_apart(f_host + b_host)
@@ -243,6 +283,11 @@ class _Replica:
             forward_host=np.maximum(0.0, f_host - f - split_forward) + each + apart / 2 + sent,
             backward_host=np.maximum(0.0, b_host - b - replay - split_backward) + each + apart / 2 + np.roll(sent, 1),
         )
+
+    def _is_captured(self) -> bool:
+        """Return True if forward and backward become one CUDA graph where the host is slower than the device."""
+        draft = self.draft
+        return self.system.captures and draft.ranks == 1 and draft.micro_batches == 1
 
     def _taken_apart(self, host: Array) -> Array:
         """Return the seconds of the host to defer weight gradients; ``host``: seconds to launch all kernels."""
@@ -276,6 +321,11 @@ class _Replica:
     def _slowest_devices(self) -> Array:
         """Return the rows of ``UnitCosts.computing`` by stage, for the slowest device of each stage."""
         units = self.costs.units
+        first = self.kind.workers[0]
+        if len(first) == 1 and all(workers is first for workers in self.kind.workers):  # all stages have equal devices
+            (device, width), *_ = first
+            if width == 1.0:
+                return units.computing(self.setting, device, self.placement.split).between(self.bounds)
         by_kind: dict[str, Array] = {}
         columns = []
         for stage in range(self.draft.stages):

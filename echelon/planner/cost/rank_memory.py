@@ -29,7 +29,7 @@ from echelon.planner.cost.in_flight import ScheduleMoment, moments_of_rank, one_
 from echelon.planner.cost.stage_memory import PassPeak, StageMemory, StageMemoryOptions, stage
 from echelon.planner.cost.strategy_traffic import LOW_MEMORY, RESIDUAL
 from echelon.planner.cost.system import ECHELON, System
-from echelon.planner.model_costs import ModelCosts, ProfileLike
+from echelon.planner.model_costs import ModelCosts, ProfileLike, compiled_view
 
 Place = Literal["cuda", "cpu"]
 
@@ -104,7 +104,7 @@ def find_peak_moments(
         draft, merge = draft.replaced(batch=draft.batch * merge, micro_batches=merge), 1
     if low_memory:
         system = replace(system, amp_weights=2.0, amp_gradients=0.0, state={optimizer: LOW_MEMORY})
-    sheet = profile.sheet(samples_of(draft), draft.split, draft.amp)
+    sheet = compiled_view(profile, draft.compile).sheet(samples_of(draft), draft.split, draft.amp)
     room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
     applied = max(min(unit.largest_weight / 4, unit.trained) for unit in sheet.units) if low_memory else 0.0
     facts = RankMemoryInputs(draft, system, optimizer, place, room, merge, applied)
@@ -219,6 +219,7 @@ class _RankMoments:
         self._trained = trained
         self._buffers = sum(one.buffers for one in stages) + batch + facts.workspace
         self._exchange = self._standing_exchange()
+        self._kept = [(one.held + one.output + one.sent_on + one.unsaved, one.waiting) for one in stages]
 
     def _standing_exchange(self) -> float:
         """Return the bytes of persistent message buffers and copies."""
@@ -230,7 +231,8 @@ class _RankMoments:
 
     def fullest(self, rank: int, limit: float) -> PeakMoment:
         peak = max(self._moments(rank, limit), key=lambda one: one.memory.total)
-        return replace(peak, memory=self._completed(peak.memory))
+        completed = self._completed(peak.memory)
+        return peak if completed is peak.memory else replace(peak, memory=completed)
 
     def _completed(self, held: PredictedMemory) -> PredictedMemory:
         """Add the gradients of earlier merged batches, or the gradient that low_memory applies."""
@@ -253,12 +255,20 @@ class _RankMoments:
             found = one_after_another(draft.micro_batches)
         else:
             found = moments_of_rank(draft.schedule or "1f1b", draft.stages, draft.stage, draft.micro_batches, rank)
-        for moment in found:
-            yield self._while(moment, limit)
+        yield self._while(max(found, key=self._bytes_at), limit)
         yield PeakMoment(self._closing(limit), "exchange")
         yield PeakMoment(self._update(limit), "update")
 
     # ---- the kinds of moments ----
+
+    def _bytes_at(self, moment: ScheduleMoment) -> float:
+        """Return the bytes that depend on the moment; a search looks at hundreds of thousands of moments."""
+        one = self._stages[moment.chunk]
+        peak, gradients = self._pass(moment, one)
+        total = gradients + peak.total + self._messages(moment, one)
+        for count, waits, (opened, waiting) in zip(moment.open, moment.waiting, self._kept, strict=True):
+            total += count * opened + waits * waiting
+        return total
 
     def _while(self, moment: ScheduleMoment, limit: float) -> PeakMoment:
         one = self._stages[moment.chunk]

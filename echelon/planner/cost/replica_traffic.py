@@ -63,6 +63,7 @@ def find_exposed_traffic(
         return ExposedTraffic(gradients=_compressed(held, group, device))
     if draft.approximate == "localsgd":
         return ExposedTraffic(gradients=seconds("all_reduce", size, group) / LOCAL_STEPS)
+    busy = _with_other_chunks(draft, busy) if system.overlaps_chunks else busy
     summed, scattered, gathered = (stream_seconds(held.trained * copied, device) for copied in system.copied)
     if draft.shard == 0:
         return ExposedTraffic(gradients=summed + _behind("all_reduce", size, busy.backward, group, system))
@@ -70,7 +71,8 @@ def find_exposed_traffic(
     last, each = (0.0, scattering) if draft.shard >= 2 else (scattering, 0.0)
     if draft.shard < 3:
         whole = held.trained * (system.amp_weights if draft.amp else system.weights)
-        parameters = gathered + seconds("all_gather", whole, group)
+        gathering = seconds("all_gather", whole, group) - system.parameter_overlap * _link(group).overlap * busy.forward
+        parameters = gathered + max(0.0, gathering)
         return ExposedTraffic(gradients=last, each_backward=each, parameters=parameters)
     entries = held.trained + held.frozen
     gathering = seconds("all_gather", entries * (system.gathered or system.weights), group)
@@ -78,6 +80,16 @@ def find_exposed_traffic(
     gathers = max(0.0, gathering - hidden * busy.forward) + max(0.0, gathering - hidden * busy.backward)
     on_host = 2 * (gathered + held.units * (group.skew + device.engine.get("unit", system.unit)))
     return ExposedTraffic(each_backward=each, each_gather=gathers + on_host)
+
+
+def _with_other_chunks(draft: Draft, busy: OverlapWindow) -> OverlapWindow:
+    """Return the window of an interleaved pipeline.
+
+    After the last micro-batch of one stage, the rank runs ``draft.stage`` micro-batches of each of its other stages.
+    """
+    micros = min(draft.stage, draft.micro_batches)
+    times = 1 + micros * (draft.chunks - 1) / draft.chunks
+    return OverlapWindow(busy.forward * times, busy.backward * times)
 
 
 def _behind(kind: str, size: float, backward: float, group: CommGroup, system: System) -> float:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from echelon.planner.cluster.cluster import Device
 from echelon.planner.cost.collective_costs import CommGroup, seconds
-from echelon.planner.cost.compute import UnitSeconds, stream_seconds, unit_seconds
+from echelon.planner.cost.compute import Compiling, UnitSeconds, stream_seconds, unit_seconds
+from echelon.planner.cost.runtime_units import is_changed, replayed_unit, run_by
 from echelon.planner.cost.system import System
-from echelon.planner.model_costs import ModelCosts, ModelUnit, ProfileLike, SplitCollective
+from echelon.planner.model_costs import ModelCosts, ModelUnit, ProfileLike, SplitCollective, compiled_view
 
 Array = NDArray[np.float64]
 
@@ -57,12 +58,18 @@ class UnitCosts:
         self.profile, self.system = profile, system
         self._kept: dict[Hashable, RunningSums] = {}
         self._units: dict[Hashable, UnitSeconds] = {}
-        self._sheets: dict[tuple[int, int, str | None], ModelCosts] = {}
+        self._sheets: dict[tuple[int, int, str | None, bool], ModelCosts] = {}
+        self._compiling: Compiling = "fused" if hasattr(profile, "compiled") else "by factors"
 
-    def sheet(self, samples: int, split: int, amp: str | None) -> ModelCosts:
-        key = samples, split, amp
+    def sheet(self, samples: int, split: int, amp: str | None, compiled: bool = False) -> ModelCosts:
+        """Return the costs of all units; as compiled code, if asked for and if the profile knows them."""
+        key = samples, split, amp, compiled
         if key not in self._sheets:
-            self._sheets[key] = self.profile.sheet(samples, split, amp)
+            profile = compiled_view(self.profile, compiled)
+            found = profile.sheet(samples, split, amp)
+            if is_changed(self.system, split):
+                found = run_by(self.system, found, profile.sheet(samples, 1, amp))
+            self._sheets[key] = found
         return self._sheets[key]
 
     def share(self, known: dict[Hashable, UnitSeconds]) -> None:
@@ -74,9 +81,10 @@ class UnitCosts:
         self._units = known
 
     def unit(self, unit: ModelUnit, device: Device, compiled: bool) -> UnitSeconds:
-        key = id(unit), device.name, compiled  # the id stays valid because ``_sheets`` keeps the units alive
+        way = self._compiling if compiled else None
+        key = id(unit), device.name, way  # the id stays valid because ``_sheets`` keeps the units alive
         if key not in self._units:
-            self._units[key] = unit_seconds(unit, device, self.system, compiled)
+            self._units[key] = unit_seconds(replayed_unit(unit, self.system), device, self.system, way)
         return self._units[key]
 
     def computing(self, setting: CostSetting, device: Device, group: CommGroup) -> RunningSums:
@@ -114,7 +122,7 @@ class UnitCosts:
 
     def tied(self, setting: CostSetting) -> tuple[float, ...]:
         """Return the number of entries of shared weights, for each group of units that share one."""
-        return self.sheet(_below(setting), setting.split, setting.amp).tied
+        return self.sheet(_below(setting), setting.split, setting.amp, setting.compiled).tied
 
     def adding(self, setting: CostSetting, device: Device) -> RunningSums:
         """Return the seconds to accumulate gradients over micro-batches; rows: device, host."""
@@ -146,9 +154,9 @@ class UnitCosts:
         if key not in self._kept:
             below = _below(setting)
             part = max(0.0, setting.samples - below)
-            low = compute(self.sheet(below, setting.split, setting.amp))
+            low = compute(self.sheet(below, setting.split, setting.amp, setting.compiled))
             if part > 1e-9:
-                high = compute(self.sheet(below + 1, setting.split, setting.amp))
+                high = compute(self.sheet(below + 1, setting.split, setting.amp, setting.compiled))
                 low = RunningSums((1 - part) * low.rows + part * high.rows)
             self._kept[key] = low
         return self._kept[key]
@@ -164,6 +172,10 @@ class UnitCosts:
             replay_host = cost.replay_host * (1.0 if device.overhead else self.system.replay_host)
             if self.system.runs_ahead == "unit":
                 there, back = self._exposed(unit, group)
+                calls = [
+                    self.system.collective * sum(m.count for m in way.messages) for way in (unit.forward, unit.backward)
+                ]
+                host, back_host, replay_host = host + calls[0], back_host + calls[1], replay_host + calls[0]
                 host, back_host = max(host, cost.forward + there), max(back_host, cost.backward + back)
                 replay_host = max(replay_host, cost.replay + there)
             rows[id(unit)] = (

@@ -33,9 +33,19 @@ class System:
     update_traffic:   factor on the bytes that an optimizer update reads and writes
     replays:          units that recompute runs again: all units of a stage, or only those that the model repeats
     replayed:         fraction of those units' forward that runs again (less than 1: selective recompute)
+    replayed_kinds:   the same for kernels of a kind, for selective recompute that keeps some of the products' outputs
     overlap:          fraction of the last backward that overlaps with the gradient reduction (0: no overlap)
     prefetch:         fraction of computation that overlaps with gathering the next layer's shards (0: no prefetch)
+    overlaps_chunks:  True if, in an interleaved pipeline, reductions of one stage's gradients and gathers of its
+                      parameters overlap with the passes of the rank's other stages
+    parameter_overlap: fraction of a forward that overlaps with the all-gather of updated parameters under shard 1 and 2
     hides_split:      fraction of the collectives inside layers that overlaps with computation
+    fused_ends:       True if the split embedding and the loss of split logits take no more passes than unsplit ones
+    residual:         factor on the bytes of pointwise kernels of the residual stream, no larger than adding two hidden
+                      states: below 1 if bias, dropout and addition are one kernel
+    unaligned:        factor on the FLOPs of products with a size that is not a multiple of 8
+    collective:       seconds of the host to launch a collective inside layers
+    product_dtype:    dtype of the products of linear layers, but for embedding and head (None: as profiled)
     sequence_split:   True for sequence parallelism: reduce-scatter and all-gather inside layers, split activations
                       between them
     scatters_edges:   True if each split rank sends only its part to the next stage, which all-gathers the parts
@@ -53,6 +63,8 @@ class System:
     copied:           bytes read and written per entry to copy into and out of buckets, for gradients that are
                       all-reduced, gradients that are reduce-scattered, and weights that are all-gathered
     replay_host:      factor on the host's time for recompute, whose hooks handle every tensor that is not kept
+    compiled_host:    factor on the host's time to launch a kernel of compiled code: its wrappers are Python
+    captures:         True if a step of one device becomes a CUDA graph where the host is slower than the device
     puts_back:        copies that recompute makes per batch norm to restore its buffers, so that a batch counts once
     packs:            True if a stage copies the tensors it sends into one message
     """
@@ -67,9 +79,17 @@ class System:
     update_traffic: float = 1.0
     replays: Replaying = "units"
     replayed: float = 1.0
+    replayed_kinds: Mapping[str, float] = field(default_factory=dict)
     overlap: float = 1.0
     prefetch: float = 1.0
+    overlaps_chunks: bool = False
+    parameter_overlap: float = 0.0
     hides_split: float = 0.0
+    product_dtype: str | None = None
+    fused_ends: bool = False
+    residual: float = 1.0
+    unaligned: float = 1.0
+    collective: float = 0.0
     sequence_split: bool = False
     scatters_edges: bool = False
     bucket: float = 25 * 2**20
@@ -89,6 +109,8 @@ class System:
     packs: bool = False
     replay_host: float = 1.0
     puts_back: int = 0
+    compiled_host: float = 1.0
+    captures: bool = False
 
     def state_bytes(self, optimizer: str) -> float:
         """Return the bytes of optimizer state per trained entry. Raises UsageError for an unknown optimizer."""
@@ -124,4 +146,5 @@ ECHELON = System(
     packs=True,
     replay_host=3.5,
     puts_back=6,
+    compiled_host=2.0,
 )

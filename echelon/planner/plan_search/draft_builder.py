@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from echelon.plan.prediction import PredictedMemory
 from echelon.planner.cluster.cluster import Device
 from echelon.planner.cost.predict import CostModel
 from echelon.planner.cost.stage_costs import CostSetting
+from echelon.planner.default_run import FP32_EAGER, DefaultRun
 from echelon.planner.plan_search.plan_shapes import Flags, PlanShape
 from echelon.planner.plan_search.search_result import PlanChoice
 from echelon.planner.plan_search.shares import share_out
@@ -46,14 +49,23 @@ class DraftBuilder:
     ``nearest`` is the draft that exceeds its memory least, among those that do not fit.
 
     fixed: fields of a Draft that are given
+    usual: what a run without a strategy compiles
     """
 
-    def __init__(self, costs: CostModel, batch: int, fixed: Mapping[str, Any] | None = None) -> None:
-        self.costs, self.batch = costs, batch
+    def __init__(
+        self,
+        costs: CostModel,
+        batch: int,
+        fixed: Mapping[str, Any] | None = None,
+        usual: DefaultRun = FP32_EAGER,
+    ) -> None:
+        self.costs, self.batch, self._usual = costs, batch, usual
+        self._compile = (fixed or {}).get("compile")
         self.fixed = {name: value for name, value in (fixed or {}).items() if name in FOLLOWING}
         self.made = self.checks = 0
         self.nearest: tuple[float, Draft] | None = None
         self._kinds = {device.name: device for device in costs.cluster.kinds}
+        self._most: dict[object, list[float]] = {}
         self._seconds = functools.cache(self._unit_seconds)
         self._weights = functools.cache(self._weights_of)
         self._kept = functools.cache(self._kept_of)
@@ -197,12 +209,18 @@ class DraftBuilder:
             amp=shape.amp,
             comm_dtype=shape.comm_dtype,
             approximate=shape.approximate,
-            shares=self._shares(shape),
             widths=self._widths(shape),
             order=mesh.order,
-            compile=shape.compile,
+            compile=self._compiles(shape),
         )
+        made = made.replaced(shares=self._shares(shape, made))
         return made.replaced(**self.fixed) if self.fixed else made
+
+    def _compiles(self, shape: PlanShape) -> bool:
+        if self._compile is not None:
+            return bool(self._compile)
+        mesh = shape.mesh
+        return self._usual.compiles(replicate=mesh.replicate, stage=mesh.stage, split=mesh.split, shard=shape.shard)
 
     # ---- cutting ----
 
@@ -296,16 +314,45 @@ class DraftBuilder:
         """Return the samples per second of the whole model on one device."""
         return self.samples(shape) / self.micro_batch_seconds(shape, device)[-1]
 
-    def _shares(self, shape: PlanShape) -> tuple[float, ...]:
-        """Return the samples of each replica, or () if all have the same number."""
+    def _shares(self, shape: PlanShape, draft: Draft) -> tuple[float, ...]:
+        """Return the samples of each replica, or () if all have the same number.
+
+        Devices get samples by their speed, but no more than their memory holds. If the batch does not fit at all, only
+        their speed counts.
+        """
         mesh = shape.mesh
         speeds = [speed for count, device in mesh.replicas for speed in [self.speed(shape, device)] * count]
-        if len(set(speeds)) == 1:
+        if len(set(speeds)) == 1 and len({device.memory for _, device in mesh.replicas}) == 1:
             each, more = divmod(self.batch, mesh.replicate)
             return (each + 1.0,) * more + (float(each),) * (mesh.replicate - more) if more else ()
         shares = share_out(self.batch, speeds)
         assert shares is not None
+        caps = self._caps(shape, draft)
+        if any(share > cap for share, cap in zip(shares, caps, strict=True)):
+            shares = share_out(self.batch, speeds, caps) or shares
         return tuple(map(float, shares))
+
+    def _caps(self, shape: PlanShape, draft: Draft) -> list[float]:
+        """Return the most samples that the memory of each replica holds, up to the whole batch; 0 if not one does."""
+        key = (shape.mesh.key, draft)
+        if key not in self._most:
+            caps: list[float] = []
+            for count, device in shape.mesh.replicas:
+                caps += [self._cap(draft, device.memory * (1 - ROUNDING))] * count
+            self._most[key] = caps
+        return self._most[key]
+
+    def _cap(self, draft: Draft, limit: float) -> float:
+        """Return the most samples that ``limit`` bytes on each device hold, found by bisection of the micro-batch."""
+        micros = draft.micro_batches
+        sizes = range(1, math.ceil(self.batch / micros) + 1)
+
+        def is_too_large(size: int) -> bool:
+            alike = draft.replaced(batch=size * micros * draft.replicate, shares=())
+            self.checks += 1
+            return not all(memory.fits for memory in self.costs.replica_memory(alike, [limit] * draft.stage))
+
+        return float(min(self.batch, bisect_left(sizes, True, key=is_too_large) * micros))
 
     def _widths(self, shape: PlanShape) -> tuple[float, ...]:
         return tuple(self.speed(shape, device) for device in shape.mesh.parts)

@@ -38,7 +38,6 @@ class PlanShape:
     amp: Amp | None = None
     comm_dtype: Literal["fp16", "bf16"] | None = None
     approximate: Approximation | None = None
-    compile: bool = False
 
     @property
     def stages(self) -> int:
@@ -79,8 +78,7 @@ class AllowedTechniques:
     def shapes(self, mesh: CandidateMesh, micro_batches: int) -> Iterator[PlanShape]:
         """Yield all shapes with the fastest amp setting. The default schedule comes first."""
         for schedule, chunks in self.schedules(mesh):
-            compiled = self.fixed.get("compile", False)
-            plain = PlanShape(mesh, micro_batches, schedule, chunks, amp=self.amps[0], compile=compiled)
+            plain = PlanShape(mesh, micro_batches, schedule, chunks, amp=self.amps[0])
             for exchange in self.exchanges(plain):
                 yield plain.replaced(**exchange)
 
@@ -130,7 +128,7 @@ class AllowedTechniques:
                 raise UsageError(f"fixed: a plan has no '{name}'{nearest(name, known)}")
         for name in self.allow:
             if name not in APPROXIMATE:
-                raise UsageError(f"allow: there are no means '{name}'{nearest(name, APPROXIMATE)}")
+                raise UsageError(f"allow: there is no technique '{name}'{nearest(name, APPROXIMATE)}")
 
 
 def combines(marked: bool, shard: int, comm_dtype: str | None, approximate: str | None, optimizer: str) -> bool:

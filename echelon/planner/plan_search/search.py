@@ -22,6 +22,7 @@ from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, with_memory_limit
 from echelon.planner.cost.predict import CostModel
 from echelon.planner.cost.system import ECHELON, System
+from echelon.planner.default_run import FP32_EAGER, DefaultRun
 from echelon.planner.model_costs import ProfileLike
 from echelon.planner.plan_search.draft_builder import DraftAttempt, DraftBuilder
 from echelon.planner.plan_search.meshes import CandidateMesh, MeshBounds, commonest, find_meshes, find_pools
@@ -61,6 +62,7 @@ def search(
     keep: int = 10,
     fixed: Mapping[str, object] | None = None,
     devices: int | None = None,
+    usual: DefaultRun = FP32_EAGER,
 ) -> SearchResult:
     """Search for the best plans for ``batch`` samples per step.
 
@@ -69,12 +71,13 @@ def search(
     keep:    largest number of plans in the result; default 10
     fixed:   fields of a Draft that every plan must have: ``{"split": 2}``
     devices: exact number of devices of a plan, the first ones of the cluster; default: any, some may stay idle
+    usual:   precision and compilation of a run without a strategy, which all plans have; default: fp32, not compiled
     """
     begin = time.perf_counter()
     if batch < 1:
         raise UsageError(f"batch={batch}: a step takes 1 sample or more")
     hunt = PlanSearch(
-        profile, with_memory_limit(cluster, memory), batch, tuple(allow), optimizer, system, fixed or {}, devices
+        profile, with_memory_limit(cluster, memory), batch, tuple(allow), optimizer, system, fixed or {}, devices, usual
     )
     answer = hunt.answer(keep)
     return dataclasses.replace(answer, seconds=time.perf_counter() - begin)
@@ -101,10 +104,11 @@ class PlanSearch:
     system: System
     fixed: Mapping[str, Any]
     devices: int | None = None
+    usual: DefaultRun = FP32_EAGER
 
     def __post_init__(self) -> None:
         self.costs = CostModel(self.profile, self.cluster, self.system, self.optimizer)
-        self.tailor = DraftBuilder(self.costs, self.batch, self.fixed)
+        self.tailor = DraftBuilder(self.costs, self.batch, self.fixed, self.usual)
         units = len(self.profile.names)
         self.means = AllowedTechniques(units, self.optimizer, (None,), frozenset(self.allow), self.fixed)
         self.means.check()
@@ -131,8 +135,16 @@ class PlanSearch:
                 return SearchResult((), (), self.tailor.made, 0.0, nearest=nearest_plan(self))
             best, rejected = self.settled()
         helps = tuple(self.would_help(best[0]))
+        behind = [choice for choice in best[1:] if choice.seconds >= best[0].seconds]
+        as_quick = tuple(choice for choice in best[1:] if choice.seconds < best[0].seconds)
         return SearchResult(
-            tuple(best[:keep]), rejected, self.tailor.made, 0.0, helps, notes=tuple(self.notes(best[0]))
+            (best[0], *behind[: keep - 1]),
+            rejected,
+            self.tailor.made,
+            0.0,
+            helps,
+            notes=tuple(self.notes(best[0])),
+            as_quick=as_quick,
         )
 
     def settled(self) -> tuple[list[PlanChoice], tuple[RejectedPlan, ...]]:
@@ -250,7 +262,8 @@ class PlanSearch:
     def _bound(self, mesh: CandidateMesh, micro_batches: int) -> float:
         """Return a lower bound on the seconds: evenly distributed compute, and the least idle time of a pipeline."""
         shape = PlanShape(mesh, micro_batches, amp=self.means.amps[0])
-        kinds = {device.name: self.tailor.least_seconds(shape, device) for device in mesh.stages}
+        devices = {device.name: device for device in mesh.stages}  # a long pipeline has many stages and few kinds
+        kinds = {name: self.tailor.least_seconds(shape, device) for name, device in devices.items()}
         replicas = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.replicas)
         rate = sum(count / kinds[name] for name, count in Counter(mesh.names).items())
         alone = self.tailor.least_seconds(shape, mesh.replicas[0][1])
@@ -322,7 +335,7 @@ class PlanSearch:
             if actions > MOST_ACTIONS and simulated:
                 break
             simulated.append(self.exactly(choice))
-        others = choices[len(simulated) :]  # too long to simulate: they keep the times of closed forms
+        others = choices[len(simulated) :]  # too long to simulate, and slower by closed forms than those simulated
         simulated.sort(key=lambda choice: choice.seconds)
         as_quick = [choice for choice in simulated if choice.seconds <= simulated[0].seconds * (1 + TIE)]
         first = min(as_quick, key=lambda choice: (mechanisms(choice.draft), choice.draft.ranks, choice.seconds))
@@ -348,13 +361,13 @@ class PlanSearch:
         sizes = {"replicate": draft.replicate, "stage": draft.stage, "split": draft.split}
         meshes = self.meshes(beyond_host=True, fixed=sizes)
         mesh = next(mesh for mesh in meshes if mesh.order == draft.order and bool(mesh.parts) == bool(draft.widths))
-        same = ("micro_batches", "schedule", "chunks", "shard", "amp", "comm_dtype", "approximate", "compile")
+        same = ("micro_batches", "schedule", "chunks", "shard", "amp", "comm_dtype", "approximate")
         return PlanShape(mesh, **{name: getattr(draft, name) for name in same})
 
     # ---- if no plan fits ----
 
     def elsewhere(self, cluster: Cluster) -> PlanSearch:
-        return PlanSearch(self.profile, cluster, self.batch, self.allow, self.optimizer, self.system, self.fixed)
+        return dataclasses.replace(self, cluster=cluster, devices=None)
 
     def largest_meshes(self) -> Iterator[CandidateMesh]:
         """Yield, for each number of stages and size of the split, the mesh with the most replicas.
@@ -404,6 +417,8 @@ class PlanSearch:
         """Return the amp settings that plans may use, the fastest first."""
         if "amp" in self.fixed:
             return (self.fixed["amp"],)
+        if self.usual.amp:
+            return (self.usual.amp,)
         if "amp" not in self.allow:
             return (None,)
         device = self.cluster.kinds[0]

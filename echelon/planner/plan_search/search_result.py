@@ -75,6 +75,7 @@ class SearchResult:
     considered: number of drafts that were predicted
     seconds:    duration of the search
     would_help: techniques that were not allowed and would make the best plan faster
+    as_quick:   plans that would take less time than the best, by less than predictions can tell, and are less simple
     notes:      remarks for the user, one line each, such as idle devices
     """
 
@@ -85,3 +86,4 @@ class SearchResult:
     would_help: tuple[HelpfulTechnique, ...] = ()
     nearest: NearestPlan | None = None
     notes: tuple[str, ...] = ()
+    as_quick: tuple[PlanChoice, ...] = ()

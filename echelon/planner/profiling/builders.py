@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from echelon.base.dynamo_stub import without_dynamo
 from echelon.planner.profiling.profile import Profile, profile
 from echelon.planner.profiling.transformers import bert_model, gpt_model, llama_model, token_loss
 
@@ -88,7 +89,7 @@ def _shapes_only(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), without_dynamo():
             yield
     finally:
         torch.set_default_dtype(before)

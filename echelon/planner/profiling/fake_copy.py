@@ -43,7 +43,7 @@ class FakeModel:
             except (TypeError, RuntimeError) as error:
                 raise UsageError(
                     f"the model cannot be copied ({first_line(error)}), so that it cannot be profiled; "
-                    "keep what cannot be copied out of its modules"
+                    "move objects that cannot be copied out of its modules"
                 ) from None
         self._copies = dict(self.model.named_modules(remove_duplicate=False))
         if not self.model.training:

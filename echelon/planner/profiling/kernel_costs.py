@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.planner.model_costs import KernelKind
+from echelon.planner.model_costs import FUSABLE, KernelKind
 
 aten = torch.ops.aten
 
@@ -29,6 +29,8 @@ class KernelLaunch:
     read: tuple[int, ...] = ()
     for_weights: bool = False
     is_sum: bool = False  # an addition of two tensors
+    over_rows: bool = False  # a reduction over other dimensions than the last one
+    is_fusable: bool = False  # torch.compile can run it in one kernel with its neighbors
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,16 @@ def launches_of(operation: TracedOperation) -> list[Made]:
     packet = operation.func.overloadpacket
     if packet in _CONVOLUTIONS_BACK:
         return _convolution_back(operation)
+    if packet in _RECURRENT:
+        return _recurrent(operation, back=packet is aten.mkldnn_rnn_layer_backward)
     kind = kind_of(operation.func)
     if kind == "copy" and _rearranges(operation):
         kind = "layout"
     flops, shape = _arithmetic(kind, packet, operation)
     launch = KernelLaunch(kind, flops, _traffic(kind, operation), shape, _dtype(operation))
     launch.is_sum = operation.func is aten.add.Tensor
+    launch.is_fusable = kind in FUSABLE or (kind == "lookup" and not _scatters(operation.func))
+    launch.over_rows = kind == "reduction" and _reduces_rows(operation)
     return [(range(len(operation.results)), launch)]
 
 
@@ -64,6 +70,7 @@ def launches_of(operation: TracedOperation) -> list[Made]:
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot}
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.mkldnn_convolution}
 _CONVOLUTIONS_BACK = {aten.convolution_backward}
+_RECURRENT = {aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward}
 _NORMS = ("norm",)
 _COPIES = (
     *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "slice_backward", "select_backward"),
@@ -93,6 +100,20 @@ def kind_of(func: Any) -> KernelKind:
         return "lookup"
     reduces = name.split("_")[0] in _REDUCTIONS or any(word in name for word in ("pool", "softmax", "logsumexp"))
     return "reduction" if reduces else "pointwise"
+
+
+@functools.cache
+def _scatters(func: Any) -> bool:
+    name = func._schema.name
+    return any(word in name for word in ("scatter", "index_put", "index_add", "dense_backward"))
+
+
+def _reduces_rows(operation: TracedOperation) -> bool:
+    """Return True if a reduction does not keep the rows of its operand apart, so that nothing after it can be fused."""
+    given, made = max(operation.operands, key=Tensor.numel, default=None), next(iter(operation.results), None)
+    if given is None or made is None or given.numel() == made.numel() or given.dim() < 2:
+        return False
+    return made.numel() != given.numel() // given.shape[-1]
 
 
 #: Elementwise functions that are compute-bound on a CPU. Pooling is too.
@@ -209,6 +230,31 @@ def _convolution_back(operation: TracedOperation) -> list[Made]:
     if to_weights:
         found.append((to_weights, KernelLaunch("convolution", flops, _bytes([gradient, x, weight]), shape, dtype)))
     return found
+
+
+def _recurrent(operation: TracedOperation, back: bool) -> list[Made]:
+    """Return the kernels of one LSTM layer: products of the whole sequence, and small ones from step to step."""
+    x, _, from_state = operation.args[:3]
+    steps, samples, inner = x.shape
+    gates, state = from_state.shape
+    dtype, each = _dtype_name(from_state.dtype), from_state.element_size()
+
+    def product(m: int, n: int, k: int) -> KernelLaunch:
+        return KernelLaunch("product", 2.0 * m * n * k, float(each * (m * k + k * n + m * n)), (1, m, n, k), dtype)
+
+    moved = float(each * samples * (2 * gates + 3 * state))
+    stepping = [
+        launch
+        for _ in range(steps)
+        for launch in (
+            product(samples, state, gates) if back else product(samples, gates, state),
+            KernelLaunch("pointwise", moved / each, moved, (), dtype),
+        )
+    ]
+    rows = steps * samples
+    whole = [product(rows, inner, gates), product(gates, inner, rows), product(gates, state, rows)]
+    first, *others = whole if back else [product(rows, gates, inner)]
+    return [(range(len(operation.results)), first), *(((), launch) for launch in (*others, *stepping))]
 
 
 # ---- bytes ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class OpSpan:
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)  # existing storages that are modified in place
     draws: set[int] = field(default_factory=set)  # storages filled with random numbers
+    sizes: dict[int, float] = field(default_factory=dict)  # bytes of the largest tensor seen of each storage
 
     @property
     def is_quiet(self) -> bool:
@@ -152,6 +154,10 @@ class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
             return  # the operation returns views or nothing
         span = self.span
         span.reads.update(read)
+        for number, tensor in itertools.chain(
+            zip(read, operands, strict=True), zip((one for one, _ in made), results, strict=True)
+        ):
+            span.sizes[number] = max(span.sizes.get(number, 0.0), float(tensor_bytes(tensor)))
         span.writes.update(self.number(tensor) for tensor in written)
         if _draw(func):
             span.draws.update(number for number, _ in made)

@@ -113,8 +113,9 @@ def _from_table(optimizer: torch.optim.Optimizer, parameter: Tensor, error: Exce
     if name not in STATE:
         reason = (str(error).splitlines() or [""])[0]
         raise UsageError(
-            f"{type(optimizer).__name__} does not step without contents ({type(error).__name__}: {reason}), so its "
-            "state is not known; give --optimizer with one that keeps as much"
+            f"{type(optimizer).__name__} does not step on meta tensors ({type(error).__name__}: {reason}), so the "
+            "size of "
+            "its state is unknown; give --optimizer with one that has as much state"
         ) from error
     return [torch.empty(int(STATE[name] * parameter.numel()), dtype=torch.uint8, device="meta")]
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from echelon.base.dynamo_stub import without_dynamo
 from echelon.base.errors import EchelonError, UsageError, first_line
 from echelon.plan.partition import find_units
 from echelon.planner.model_costs import ModelCosts, ModelUnit
+from echelon.planner.profiling.compiled_pass import compile_pass
 from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.planner.profiling.fake_split import fake_process_group, split_first
 from echelon.planner.profiling.fake_step import FakePass, run_fake_step
@@ -44,7 +46,7 @@ Step = Callable[[nn.Module, Any], Tensor]
 #: Samples of the two passes from which all other sizes are interpolated. Not 1, because batch norm raises for one row
 #: and squeeze() drops the dimension.
 SIZES = (2, 3)
-OR_ELSE = "either it fails on such a batch, or its forward looks at values, where only shapes are there"
+OR_ELSE = "either it fails on such a batch, or its forward reads values, and fake tensors have only shapes"
 
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -143,10 +145,15 @@ class Profile:
             )
         return tree_map(lambda leaf: resize(leaf, self._rule, self.batch, samples), self._example)
 
-    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts:
-        key = (samples, split, amp)
+    @functools.cached_property
+    def compiled(self) -> CompiledProfile:
+        """The same model as compiled code."""
+        return CompiledProfile(self)
+
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None, compiled: bool = False) -> ModelCosts:
+        key = (samples, split, amp, compiled)
         if key not in self._sheets:
-            measured = self._measured_for(samples, split, amp)
+            measured = self._measured_for(samples, split, amp, compiled)
             tied = tuple(measured.ties().values())
             self._sheets[key] = ModelCosts(measured.units(samples), samples, split, amp, self._given(samples), tied)
         return self._sheets[key]
@@ -155,18 +162,21 @@ class Profile:
         resized = tree_leaves(self.placeholders(samples))
         return float(sum(leaf.numel() * leaf.element_size() for leaf in resized if isinstance(leaf, Tensor)))
 
-    def _measured_for(self, samples: int, split: int, amp: str | None) -> _Measured:
+    def _measured_for(self, samples: int, split: int, amp: str | None, compiled: bool) -> _Measured:
         if amp is not None and amp not in _AMP:
             raise UsageError(f"amp '{amp}' is unknown; there are {', '.join(_AMP)}")
-        measured = self._measured_at(split, amp, self._sizes)
+        measured = self._measured_at(split, amp, self._sizes, compiled)
         if not measured.is_affine or self._sizes != SIZES:
-            measured = self._measured_at(split, amp, (samples, samples))
+            measured = self._measured_at(split, amp, (samples, samples), compiled)
         return measured
 
-    def _measured_at(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
-        key = (split, amp, sizes)
+    def _measured_at(self, split: int, amp: str | None, sizes: tuple[int, int], compiled: bool) -> _Measured:
+        key = (split, amp, sizes, compiled)
         if key not in self._measured:
-            self._measured[key] = self._measure(split, amp, sizes)
+            if compiled:
+                self._measured[key] = self._measured_at(split, amp, sizes, False).as_compiled()
+            else:
+                self._measured[key] = self._measure(split, amp, sizes)
         return self._measured[key]
 
     def _first_measured(self) -> _Measured:
@@ -188,16 +198,27 @@ class Profile:
         return self._measure(1, None, self._sizes)
 
     def _measure(self, split: int, amp: str | None, sizes: tuple[int, int]) -> _Measured:
-        shadow = FakeModel(self._model, self._unit_names, self.split_marks if split > 1 else ())
-        with fake_process_group(split) as group:
-            if split > 1:
-                split_first(shadow, self.split_marks, group, self._spread)
-            shadow.track_units(self._unit_names)
-            passes = [self._rehearse(shadow, size, amp) for size in dict.fromkeys(sizes)]
+        with self._untraced():
+            shadow = FakeModel(self._model, self._unit_names, self.split_marks if split > 1 else ())
+            with fake_process_group(split) as group:
+                if split > 1:
+                    split_first(shadow, self.split_marks, group, self._spread)
+                shadow.track_units(self._unit_names)
+                passes = [self._rehearse(shadow, size, amp) for size in dict.fromkeys(sizes)]
         groups = self._groups if hasattr(self, "_groups") else None
         measured = _Measured(self._model, shadow, (passes[0], passes[-1]), sizes, groups)
-        self._measured[(split, amp, sizes)] = measured
+        self._measured[(split, amp, sizes, False)] = measured
         return measured
+
+    def _untraced(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context without torch's tracer if all code is torch's or this package's, which compiles nothing."""
+        own = [type(module).__module__ for module in self._model.modules()]
+        if isinstance(self._step, functools.partial):
+            own += [getattr(part, "__module__", None) or "" for part in (self._step.func, *self._step.args) if part]
+        else:
+            own.append("")
+        known = ("torch.nn.", "torch._C", "echelon.planner.profiling.")
+        return without_dynamo() if all(name.startswith(known) for name in own) else contextlib.nullcontext()
 
     def _rehearse(self, shadow: FakeModel, samples: int, amp: str | None, backward: bool = True) -> FakePass:
         batch = self.placeholders(samples)
@@ -211,7 +232,7 @@ class Profile:
         except Exception as error:
             words = (str(error).splitlines() or [""])[0].rstrip(".")
             looks = any(sign in type(error).__name__ for sign in ("DataDependent", "DynamicOutput", "Unsupported"))
-            advice = "its forward must run on shapes alone, without looking at values" if looks else OR_ELSE
+            advice = "its forward must run on shapes alone, without reading values" if looks else OR_ELSE
             raise UsageError(f"'{self.name}' cannot be profiled: {type(error).__name__}: {words}; {advice}") from error
 
     # ---- splits ----
@@ -219,8 +240,9 @@ class Profile:
     @functools.cached_property
     def split_marks(self) -> dict[str, Split]:
         """Marks of the modules to split, by name; empty if no split is worthwhile."""
-        like = FakeModel(self._model, self._unit_names).like
-        return find_marks(self._model, like, self._attempt)
+        with self._untraced():
+            like = FakeModel(self._model, self._unit_names).like
+            return find_marks(self._model, like, self._attempt)
 
     @functools.cached_property
     def splits(self) -> int:
@@ -236,6 +258,19 @@ class Profile:
             return self._rehearse(shadow, self._sizes[0], None, backward=False)
 
 
+class CompiledProfile:
+    """A profile whose units are compiled. Implements ``ProfileLike``."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._profile, name)
+
+    def sheet(self, samples: int, split: int = 1, amp: str | None = None) -> ModelCosts:
+        return self._profile.sheet(samples, split, amp, compiled=True)
+
+
 class _Measured:
     """Two traced passes of one fake model, with the numbers of samples in ``sizes``."""
 
@@ -247,7 +282,7 @@ class _Measured:
         sizes: tuple[int, int],
         groups: Groups | None,
     ) -> None:
-        self._model, self.passes, self._sizes = model, passes, sizes
+        self._model, self.passes, self._sizes, self._shadow = model, passes, sizes, shadow
         small, large = passes
         self.groups = groups if groups is not None else group_calls(small)
         for passed in dict.fromkeys(self.passes):
@@ -259,6 +294,12 @@ class _Measured:
             [spans_of(passed, self.groups, index) for index in range(len(self.groups))] for passed in self.passes
         ]
         self.is_affine = len(small.calls) == len(large.calls) and all(map(alike, *self._spans))
+
+    def as_compiled(self) -> _Measured:
+        """Return the same passes as compiled code runs them."""
+        found = {id(passed): compile_pass(passed) for passed in self.passes}
+        passes = (found[id(self.passes[0])], found[id(self.passes[1])])
+        return _Measured(self._model, self._shadow, passes, self._sizes, self.groups)
 
     def units(self, samples: int) -> tuple[ModelUnit, ...]:
         first, second = self._sizes

@@ -103,7 +103,7 @@ def set_default(mark: Replicate | Split | None) -> None:
     """Set the mark of modules that have none; ``None`` restores the initial default, which is replicated."""
     global _default  # noqa: PLW0603 - one default for the process, as its name says
     if mark is not None and not isinstance(mark, Replicate | Split):
-        raise UsageError(f"set_default({mark}): what is not marked can be replicate() or split(...), or None")
+        raise UsageError(f"set_default({mark}): expected replicate(), split(...) or None")
     _default = mark
 
 
@@ -251,7 +251,7 @@ def _check_stages(units: dict[str, int], chosen: Pipeline | None) -> None:
         raise UsageError(f"{chosen} has no stages: mark modules with stage(), or say how many: pipeline(stages=2)")
     count = chosen.stages or len(numbers)
     if chosen.weights is not None and count and len(chosen.weights) != count:
-        raise UsageError(f"{chosen} has {len(chosen.weights)} weights for {count} stages; give one a stage")
+        raise UsageError(f"{chosen} has {len(chosen.weights)} weights for {count} stages; give one for each stage")
 
 
 def _listed(numbers: Sequence[int]) -> str:

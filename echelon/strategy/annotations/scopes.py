@@ -117,7 +117,7 @@ _REFUSED = {
     ("Split", "Replicate"): "the parts of a split module are on different devices; put the split inside replicate()",
     ("Stage", "Pipeline"): "a pipeline consists of stages; put the stages inside the pipeline",
     ("Split", "Pipeline"): "a stage has the devices that a split is over; put the split inside the stages",
-    ("Pipeline", "Pipeline"): "a model has one pipeline; number its stages on",
+    ("Pipeline", "Pipeline"): "a model has one pipeline; continue the numbers of its stages",
 }
 _SPLIT_TWICE = "a part is split in one way; leave out the inner mark, or mark the parts and not the whole"
 

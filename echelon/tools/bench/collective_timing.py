@@ -96,13 +96,16 @@ def _timed(world: World, doing: Doing, group: dist.ProcessGroup, quick: bool) ->
 
     The result is the lower quartile, to exclude the load of other processes on the machine.
     """
-    _once(world, doing)
-    times = torch.tensor([max(3, min(50, int((0.05 if quick else 0.2) / _once(world, doing))))], device=world.device)
+    call_seconds(world, doing)
+    times = torch.tensor(
+        [max(3, min(50, int((0.05 if quick else 0.2) / call_seconds(world, doing))))], device=world.device
+    )
     dist.broadcast(times, 0, group=group)
-    return statistics.quantiles((_once(world, doing) for _ in range(int(times))), n=4)[0]
+    return statistics.quantiles((call_seconds(world, doing) for _ in range(int(times))), n=4)[0]
 
 
-def _once(world: World, doing: Doing) -> float:
+def call_seconds(world: World, doing: Doing) -> float:
+    """Return the seconds of one call, with those of the kernels that it has launched."""
     start = time.perf_counter()
     doing()
     if world.device.type == "cuda":

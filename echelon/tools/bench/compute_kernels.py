@@ -44,6 +44,13 @@ _CONVOLUTIONS: tuple[Shape, ...] = (
         (64, 3, 224, 64, 7),
     ),
 )
+#: the same with a filter of its own for each channel, as in mobile networks and ConvNeXt
+_DEPTHWISE: tuple[Shape, ...] = (
+    (64, 96, 56, 96, 7),
+    (64, 384, 14, 384, 7),
+    (64, 192, 28, 192, 3),
+    (8, 192, 28, 192, 3),
+)
 _CPU_CONVOLUTIONS: tuple[Shape, ...] = (
     *((1, 8, 16, 16, 3), (4, 16, 16, 16, 3), (8, 32, 16, 32, 3), (8, 64, 16, 64, 3), (16, 64, 28, 64, 3)),
 )
@@ -96,24 +103,35 @@ def product_row(clock: DeviceTimer, dtype: str, shape: Shape) -> Row:
 def convolution_rows(clock: DeviceTimer, dtype: str, quick: bool) -> list[Row]:
     """Time forward and backward together. ``flops`` and ``seconds`` are for the forward's share, a third of the total.
 
-    For a convolution whose input needs no gradient the share is a half.
+    For a convolution whose input needs no gradient the share is a half. On a GPU, channels come last, as in a run.
     """
     shapes = _CONVOLUTIONS if clock.on_gpu else _CPU_CONVOLUTIONS
-    return [_convolution(clock, dtype, shape) for shape in (shapes[1::2] if quick else shapes)]
+    rows = [_convolution(clock, dtype, shape) for shape in (shapes[1::2] if quick else shapes)]
+    apart = (_DEPTHWISE[:1] if quick else _DEPTHWISE) if clock.on_gpu else ()
+    return rows + [_convolution(clock, dtype, shape, groups=shape[1]) for shape in apart]
 
 
-def _convolution(clock: DeviceTimer, dtype: str, shape: Shape) -> Row:
+def _convolution(clock: DeviceTimer, dtype: str, shape: Shape, groups: int = 1) -> Row:
     samples, channels, side, out, size = shape
-    kind = _DTYPES[dtype]
+    layout = torch.channels_last if clock.on_gpu else torch.contiguous_format
     learns = channels > 3  # images have no gradient
-    x = torch.randn(samples, channels, side, side, device=clock.device, dtype=kind, requires_grad=learns)
-    w = torch.randn(out, channels, size, size, device=clock.device, dtype=kind, requires_grad=True)
-    stride = 2 if size > 3 else 1
-    y = conv2d(x, w, None, stride, size // 2)
+
+    def filled(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=clock.device, dtype=_DTYPES[dtype]).to(memory_format=layout)
+
+    x = filled(samples, channels, side, side).requires_grad_(learns)
+    w = filled(out, channels // groups, size, size).requires_grad_()
+    stride = 2 if size > 3 and groups == 1 else 1
+
+    def forward() -> Tensor:
+        return conv2d(x, w, None, stride, size // 2, groups=groups)
+
+    y = forward()
     inputs = (x, w) if learns else (w,)
-    flops = 2.0 * y.numel() * channels * size * size
-    seconds = clock.seconds(lambda: _there_and_back(conv2d(x, w, None, stride, size // 2), inputs, y.detach()))
-    return {"dtype": dtype, "shape": list(shape), "flops": flops, "seconds": seconds / (1 + len(inputs))}
+    flops = 2.0 * y.numel() * channels // groups * size * size
+    seconds = clock.seconds(lambda: _there_and_back(forward(), inputs, y.detach()))
+    row = {"dtype": dtype, "shape": list(shape), "flops": flops, "seconds": seconds / (1 + len(inputs))}
+    return row | ({"groups": groups} if groups > 1 else {})
 
 
 def attention_rows(clock: DeviceTimer, dtype: str, quick: bool) -> list[Row]:

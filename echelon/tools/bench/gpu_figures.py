@@ -53,7 +53,8 @@ def _convolutions(rows: Rows, peak: dict[str, float]) -> dict[str, Curve]:
     found: Points = defaultdict(list)
     for row in _of(rows, "convolutions "):
         _, channels, _, _, size = row["shape"]
-        sort = sort_of((1, 1, 1, channels * size**2, channels))
+        groups = row.get("groups", 1)
+        sort = sort_of((groups, 1, 1, channels // groups * size**2, channels // groups))
         found[f"{row['dtype']} {sort}".strip()].append(
             (row["flops"], peak[row["dtype"]] * row["seconds"] / row["flops"])
         )

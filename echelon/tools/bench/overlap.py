@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from echelon.distributed.world import World
+from echelon.tools.bench.collective_timing import call_seconds
 from echelon.tools.bench.device_timer import Row
 
 _SMALL = 2**16  # elements of the all-reduce in the middle of computing
@@ -71,11 +71,7 @@ def hidden_part(row: Row) -> float:
 def _middle(world: World, doing: Callable[[], object]) -> float:
     def once() -> float:
         dist.barrier(world.control)
-        start = time.perf_counter()
-        doing()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        return time.perf_counter() - start
+        return call_seconds(world, doing)
 
     once()
     return statistics.quantiles((once() for _ in range(15)), n=4)[0]
@@ -83,6 +79,6 @@ def _middle(world: World, doing: Callable[[], object]) -> float:
 
 def _agreed(world: World, number: int) -> int:
     """Broadcast rank 0's number to all ranks."""
-    told = torch.tensor([number])
-    dist.broadcast(told, 0, group=world.control)
-    return int(told)
+    agreed = torch.tensor([number])
+    dist.broadcast(agreed, 0, group=world.control)
+    return int(agreed)

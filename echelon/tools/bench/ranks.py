@@ -63,8 +63,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
     while None in (codes := [process.poll() for process in ranks]):
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed or time.monotonic() > deadline:
-            story = f"process {failed[0]} ended with {codes[failed[0]]}" if failed else f"not done after {LIMIT:.0f} s"
-            raise EchelonError(f"measuring with {len(ranks)} processes failed: {story}; try fewer with --procs")
+            reason = f"process {failed[0]} ended with {codes[failed[0]]}" if failed else f"not done after {LIMIT:.0f} s"
+            raise EchelonError(f"measuring with {len(ranks)} processes failed: {reason}; try fewer with --procs")
         time.sleep(0.05)
     if any(codes):
         raise EchelonError(f"measuring with {len(ranks)} processes failed: they ended with {codes}; see above")

@@ -51,11 +51,11 @@ class DoctorOptions:
 def main() -> None:
     asked, place = _asked(sys.argv[1:]), detect_rank_info()
     try:
-        board = open_message_store(place, STORE, os.environ.get(RESTART_COUNT, "0"))
+        messages = open_message_store(place, STORE, os.environ.get(RESTART_COUNT, "0"))
     except PeerLost:
         time.sleep(START)  # rank 0 must report before the launcher stops it because of this rank's failure
         raise
-    code = Examination(asked, place, board).run()
+    code = Examination(asked, place, messages).run()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     os._exit(code)  # a check may have left a hanging thread
@@ -72,15 +72,15 @@ def _asked(words: list[str]) -> DoctorOptions:
 class Examination:
     """The checks of one rank. Every rank runs the same steps; some are for leaders, and rank 0 collects the results."""
 
-    def __init__(self, asked: DoctorOptions, place: RankInfo, board: MessageStore) -> None:
-        self._asked, self._place, self._board = asked, place, board
+    def __init__(self, asked: DoctorOptions, place: RankInfo, messages: MessageStore) -> None:
+        self._asked, self._place, self._messages = asked, place, messages
         self._report = DoctorReport(place.world_size, asked.checkpoint, asked.quick, _where(place))
         self._first, self._leader = place.rank == 0, place.local_rank == 0
         self._node = place.node_rank
 
     def run(self) -> int:
         """Run all checks and return the exit code: 1 on rank 0 if there are errors and no result file, else 0."""
-        self._board.put(f"rank/{self._place.rank}", self._describe())
+        self._messages.put(f"rank/{self._place.rank}", self._describe())
         if self._leader:
             self._look_at_host()
         self._measure_device()
@@ -97,23 +97,23 @@ class Examination:
     def _look_at_host(self) -> None:
         report = self._report
         facts = host_facts()
-        report.ranks = self._board.gather("rank", range(self._place.world_size), START)
+        report.ranks = self._messages.gather("rank", range(self._place.world_size), START)
         doors = ProbeListeners(network.nics())
-        self._board.put(f"doors/{self._node}", doors.card)
-        cards = self._board.gather("doors", self._others, STEP)
+        self._messages.put(f"doors/{self._node}", doors.card)
+        cards = self._messages.gather("doors", self._others, STEP)
         knocks = probe_hosts(cards)
         facts["routes"] = facts_of(partial(self._routes, cards, knocks), STEP)
         facts |= self._clock()
         if self._asked.checkpoint is not None:
             facts["disk"] = self._disk(Path(self._asked.checkpoint))
-        self._board.put(f"knocks/{self._node}", knocks)
-        self._board.put(f"host/{self._node}", facts)
+        self._messages.put(f"knocks/{self._node}", knocks)
+        self._messages.put(f"host/{self._node}", facts)
         if self._first:
-            report.hosts = self._board.gather("host", self._nodes, STEP)
-            said = self._board.gather("knocks", self._nodes, STEP)
+            report.hosts = self._messages.gather("host", self._nodes, STEP)
+            said = self._messages.gather("knocks", self._nodes, STEP)
             report.knocks = {a: {int(b): nics for b, nics in targets.items()} for a, targets in said.items()}
-            self._board.put("looked", True)
-        self._board.get("looked", WHOLE)
+            self._messages.put("looked", True)
+        self._messages.get("looked", WHOLE)
         doors.close()
 
     @property
@@ -136,21 +136,21 @@ class Examination:
 
     def _clock(self) -> Facts:
         if self._first:
-            answer_clock_requests(self._board, self._others)
+            answer_clock_requests(self._messages, self._others)
             return {}
-        return {"clock": measure_clock_offset(self._board, self._node, STEP)}
+        return {"clock": measure_clock_offset(self._messages, self._node, STEP)}
 
     def _disk(self, directory: Path) -> Facts:
         found = facts_of(partial(disk.room, directory), DISK)
         mark = f".echelon-doctor-mark-{self._place.master_port}"
         if self._first:
             written = facts_of(partial(disk.leave_mark, directory, mark), DISK)
-            self._board.put("mark", FAILED not in written)
-        if self._board.get("mark", STEP) and FAILED not in found:
+            self._messages.put("mark", FAILED not in written)
+        if self._messages.get("mark", STEP) and FAILED not in found:
             found |= facts_of(lambda: {"shared": disk.sees_mark(directory, mark, SEEN)}, DISK)
-        self._board.put(f"seen/{self._node}", True)
+        self._messages.put(f"seen/{self._node}", True)
         if self._first:
-            self._board.gather("seen", self._nodes, STEP)
+            self._messages.gather("seen", self._nodes, STEP)
             facts_of(partial(disk.remove_mark, directory, mark), DISK)
         if self._asked.quick or FAILED in found:
             return found
@@ -161,17 +161,17 @@ class Examination:
     def _measure_device(self) -> None:
         if self._asked.quick:
             return
-        self._board.get("looked", WHOLE)  # all ranks measure at the same time, as in training
-        self._board.put(f"speeds/{self._place.rank}", facts_of(partial(device_speeds, self._place), DEVICE))
+        self._messages.get("looked", WHOLE)  # all ranks measure at the same time, as in training
+        self._messages.put(f"speeds/{self._place.rank}", facts_of(partial(device_speeds, self._place), DEVICE))
         if self._first:
-            for rank, facts in self._board.gather("speeds", self._report.ranks, DEVICE + STEP).items():
+            for rank, facts in self._messages.gather("speeds", self._report.ranks, DEVICE + STEP).items():
                 self._report.ranks[rank]["speeds"] = facts
 
     def _talk(self) -> None:
         """Run the measurements through torch.distributed, unless they are known to hang."""
         if self._first:
-            self._board.put("talk", {"why_not": self._why_not(), "ranks_of": self._ranks_of()})
-        agreed = self._board.get("talk", WHOLE) or {"why_not": "the first rank is gone"}
+            self._messages.put("talk", {"why_not": self._why_not(), "ranks_of": self._ranks_of()})
+        agreed = self._messages.get("talk", WHOLE) or {"why_not": "the first rank is gone"}
         if agreed["why_not"]:
             self._report.together = {"left_out": agreed["why_not"]}
             return
@@ -179,9 +179,9 @@ class Examination:
 
         ranks_of = {int(node): ranks for node, ranks in agreed["ranks_of"].items()}
         found = facts_of(partial(talk, ranks_of, JOIN, self._asked.quick), JOIN + TALK)
-        self._board.put(f"talked/{self._place.rank}", found)
+        self._messages.put(f"talked/{self._place.rank}", found)
         if self._first:
-            self._take(self._board.gather("talked", self._report.ranks, STEP))
+            self._take(self._messages.gather("talked", self._report.ranks, STEP))
 
     def _why_not(self) -> str:
         if self._place.world_size == 1:
@@ -189,7 +189,7 @@ class Examination:
         if self._report.missing_ranks:
             return "not all ranks are there"
         if any(one.wrong for one in nic_findings(self._report)):
-            return "by the interfaces that were chosen it would hang"
+            return "it would hang on the chosen interfaces"
         return ""
 
     def _ranks_of(self) -> dict[int, list[int]]:
@@ -210,21 +210,21 @@ class Examination:
             print(text_of(self._report, found), flush=True)
         if self._asked.json is not None:
             _write(Path(self._asked.json), asdict(self._report) | {"findings": [asdict(one) for one in found]})
-        self._board.put("end", sum(one.wrong for one in found))
+        self._messages.put("end", sum(one.wrong for one in found))
 
     def _end(self) -> int:
         """Wait for the number of errors, write it to the result file if that file exists, and return the exit code.
 
         The command creates the result file on each host where it waits for the result.
         """
-        wrong = int(self._board.get("end", WHOLE) or 0)
-        self._board.put(f"gone/{self._place.rank}", True)
+        wrong = int(self._messages.get("end", WHOLE) or 0)
+        self._messages.put(f"gone/{self._place.rank}", True)
         result = Path(os.environ.get(DOCTOR_RESULT, ""))
         waits = result.is_file()
         if waits and self._leader:
             result.write_text(str(wrong), encoding="ascii")
         if self._first:
-            self._board.gather("gone", self._report.ranks, STEP)
+            self._messages.gather("gone", self._report.ranks, STEP)
             return 1 if wrong and not waits else 0
         return 0
 

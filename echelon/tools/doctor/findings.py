@@ -192,7 +192,7 @@ def _processors(report: DoctorReport) -> Iterator[DoctorFinding]:
         threads = sum(report.ranks[rank].get("threads", 1) for rank in ranks)
         if facts["load"] > BUSY * cores and not report.quick:
             yield DoctorFinding(
-                f"host {name}: others are at work (load {facts['load']:.1f} on {cores} cores); speeds suffer"
+                f"host {name}: other processes are busy (load {facts['load']:.1f} on {cores} cores); speeds suffer"
             )
         if cores < facts["affinity"]:
             words = f"host {name}: the container may use {cores} of {facts['affinity']} cores (its CPU quota)"
@@ -329,7 +329,9 @@ def _devices(report: DoctorReport) -> Iterator[DoctorFinding]:
 def _joining(report: DoctorReport) -> Iterator[DoctorFinding]:
     together = report.together
     if FAILED in together:
-        yield DoctorFinding(f"the ranks could not talk through torch.distributed: {together[FAILED]}", wrong=True)
+        yield DoctorFinding(
+            f"the ranks could not communicate through torch.distributed: {together[FAILED]}", wrong=True
+        )
     if together.get("right") is False:
         yield DoctorFinding("a sum over all ranks came out wrong; look at the devices and their memory", wrong=True)
 

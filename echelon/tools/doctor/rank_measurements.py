@@ -130,9 +130,9 @@ def all_together(world: World) -> Facts:
 
 def sums_right(world: World) -> bool:
     """Return True if an all-reduce over all ranks gives the right sum."""
-    mine = torch.tensor([float(world.rank + 1)], device=world.device)
-    dist.all_reduce(mine)
-    return int(mine.item()) == world.size * (world.size + 1) // 2
+    own = torch.tensor([float(world.rank + 1)], device=world.device)
+    dist.all_reduce(own)
+    return int(own.item()) == world.size * (world.size + 1) // 2
 
 
 def _undisturbed(times: Sequence[float]) -> float:

@@ -101,7 +101,7 @@ def _network(report: DoctorReport, node: int, facts: Facts) -> Entries:
         state = "up" if nic["up"] else "down"
         yield "nic", f"{nic['name']}: {nic['address'] or 'no IPv4 address'}, {state}, MTU {nic['mtu']}{speed}"
     gloo, nccl = (choice["nic"] or "none" for choice in facts["choices"])
-    yield "takes", f"Gloo {gloo}, NCCL {nccl}; the host's own name is {facts['own_address'] or 'nowhere'}"
+    yield "takes", f"Gloo {gloo}, NCCL {nccl}; the host's own name resolves to {facts['own_address'] or 'no address'}"
     if facts["ports"]:
         yield "ports", f"{facts['ports'][0]}-{facts['ports'][1]} are dealt out by the kernel"
 

@@ -111,13 +111,13 @@ def _slow_links(report: DoctorReport) -> list[DoctorFinding]:
             links.setdefault(_nodes(report, pair), []).append(row)
     couples = slow_ones({nodes: _typical(rows) for nodes, rows in links.items()}, PAIR)
     found += [
-        DoctorFinding(f"between hosts {report.name(a)} and {report.name(b)} it is slow: {_words(figures, PAIR)}")
+        DoctorFinding(f"the link between hosts {report.name(a)} and {report.name(b)} is slow: {_words(figures, PAIR)}")
         for (a, b), figures in couples.items()
     ]
     for pair, figures in slow_pairs(report).items():
         if _nodes(report, pair) not in couples:
             a, b = (f"{rank} (host {report.name(report.ranks[rank]['node'])})" for rank in pair)
-            found.append(DoctorFinding(f"between rank {a} and rank {b} it is slow: {_words(figures, PAIR)}"))
+            found.append(DoctorFinding(f"the link between rank {a} and rank {b} is slow: {_words(figures, PAIR)}"))
     return found
 
 

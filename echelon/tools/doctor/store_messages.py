@@ -84,17 +84,17 @@ def open_message_store(place: RankInfo, seconds: float, attempt: str) -> Message
 # Clock offset
 
 
-def answer_clock_requests(board: MessageStore, hosts: Iterable[int]) -> None:
+def answer_clock_requests(messages: MessageStore, hosts: Iterable[int]) -> None:
     """Answer the time requests of all other hosts in turn, on the first host."""
     for host in hosts:
         for turn in range(_ROUNDS):
-            hear = board.soon if turn else board.get
+            hear = messages.soon if turn else messages.get
             if hear(f"clock/{host}/{turn}/asked", _PATIENCE) is None:
                 break
-            board.put(f"clock/{host}/{turn}/told", time.time())
+            messages.put(f"clock/{host}/{turn}/told", time.time())
 
 
-def measure_clock_offset(board: MessageStore, host: int, patience: float) -> Facts:
+def measure_clock_offset(messages: MessageStore, host: int, patience: float) -> Facts:
     """Return the seconds by which this host's clock is ``ahead`` of the first host's.
 
     The uncertainty ``within`` is half of the quickest round trip.
@@ -102,19 +102,19 @@ def measure_clock_offset(board: MessageStore, host: int, patience: float) -> Fac
     found: list[tuple[float, float]] = []
     for turn in range(_ROUNDS):
         start, since = time.time(), time.perf_counter()
-        board.put(f"clock/{host}/{turn}/asked", True)
-        told = (
-            board.soon(f"clock/{host}/{turn}/told", _PATIENCE)
+        messages.put(f"clock/{host}/{turn}/asked", True)
+        remote_time = (
+            messages.soon(f"clock/{host}/{turn}/told", _PATIENCE)
             if turn
-            else board.get(f"clock/{host}/{turn}/told", patience)
+            else messages.get(f"clock/{host}/{turn}/told", patience)
         )
-        if told is None:
+        if remote_time is None:
             return {"failed": "the first host did not tell the time"}
-        found.append(clock_offset(start, time.perf_counter() - since, float(told)))
+        found.append(clock_offset(start, time.perf_counter() - since, float(remote_time)))
     within, ahead = min(found)
     return {"ahead": ahead, "within": within}
 
 
-def clock_offset(asked: float, trip: float, told: float) -> tuple[float, float]:
+def clock_offset(asked: float, trip: float, remote_time: float) -> tuple[float, float]:
     """Return (uncertainty, seconds ahead): the answer was given at some time during the round trip."""
-    return trip / 2, asked + trip / 2 - told
+    return trip / 2, asked + trip / 2 - remote_time

@@ -21,7 +21,10 @@ def stages(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
         yield "pull", "the rows that the batch needs, each once; those of the next batch while this one computes"
     shard = strategy.part(Shard) if job.ranks > 1 else None
     if shard and shard.level == WHOLE_LAYER:
-        yield "fetch", "before a layer computes, forward and backward, its weights are gathered; after it they go again"
+        yield (
+            "fetch",
+            "before a layer computes, forward and backward, its weights are gathered, and freed after it",
+        )
     yield from _forward_and_backward(strategy)
     if shard and shard.level > 1:
         yield from _scatter(strategy, job)
@@ -30,7 +33,7 @@ def stages(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
     if shard and shard.level == 1:
         yield from _scatter(strategy, job)
     if servers := strategy.part(ParameterServer):
-        yield from _served(strategy, servers, job)
+        yield from _server_stages(strategy, servers, job)
         return
     if job.ranks > 1 and local_steps(strategy):
         yield from _alone(strategy)
@@ -103,7 +106,7 @@ def _compressed(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
         yield "clip", f"the gradients that travelled whole to a norm of at most {word(strategy.clip)}"
 
 
-def _served(strategy: Strategy, servers: ParameterServer, job: RankCounts) -> Iterator[Stage]:
+def _server_stages(strategy: Strategy, servers: ParameterServer, job: RankCounts) -> Iterator[Stage]:
     if servers.dense_on_servers:
         yield from _unscale(strategy, "of this worker")
     if strategy.clip and servers.dense_on_servers:

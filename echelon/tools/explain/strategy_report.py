@@ -30,15 +30,15 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "dgc": ("approximate", "needs SGD: small gradient entries arrive later, when they have grown"),
     "localsgd": ("approximate", "replicas differ between two averages"),
     "adaptive_localsgd": ("approximate", "replicas differ between two averages, less and less long"),
-    "shard": ("exact", "replicas share out what one process holds whole: less memory, the same numbers"),
+    "shard": ("exact", "replicas share out the state of one process: less memory, the same numbers"),
     "ps=sync": ("exact", "parameters and tables live on servers, which take the mean of all workers' gradients"),
-    "ps=async": ("approximate", "every gradient is applied when it comes, to what others have made of the weights"),
-    "ps=bounded": ("approximate", "as async, but nobody runs further ahead than the bound"),
+    "ps=async": ("approximate", "every gradient is applied on arrival, to weights that others have updated"),
+    "ps=bounded": ("approximate", "as async, but no worker runs further ahead than the bound"),
     "ps=geo": ("approximate", "workers differ between two exchanges of their changes"),
     "low_memory": ("approximate", "needs Adam or AdamW: weights are seen in bf16 and kept in fp32, moments in 8 bits"),
     "gradient_merge": ("exact", "one update of a batch so many times as large (batch norm sees one part at a time)"),
-    "fp16_allreduce": ("approximate", "what travels is rounded to 16 bits"),
-    "clip": ("optimizer", "long gradients are shortened"),
+    "fp16_allreduce": ("approximate", "gradients are rounded to 16 bits when they are sent"),
+    "clip": ("optimizer", "gradients above the norm are scaled down to it"),
     "lr_scaling": ("optimizer", "a larger rate for the larger batch"),
     "sync_batch_norm": ("exact", "batch-norm statistics over all replicas, as one process has them"),
     "sync_batch_norm=False": ("approximate", "batch-norm statistics of each replica for itself"),
@@ -141,7 +141,7 @@ def _remarks(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> It
     if dgc and all(size.numel < dgc.min_size for size in _sizes(model)):
         yield f"dgc compresses nothing: no parameter has {dgc.min_size:,} entries (Dgc(min_size=...))"
     elif dgc and dgc.hierarchical and job.hosts == 1:
-        yield "dgc compresses only what goes between hosts, and here is one: say how many ranks a host has"
+        yield "dgc compresses only messages between hosts, and there is one host; give ranks_per_host="
     if dgc and dgc.rampup_begin_step:
         yield f"before step {dgc.rampup_begin_step:,} everything travels whole"
     if dgc and len(dgc.sparsity) > 1:

@@ -14,5 +14,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'echelon.tools.memory_profile' has no attribute '{name}'")
     import warnings
 
-    warnings.warn("Job is now TrainingJob; the old name goes with the next version", FutureWarning, stacklevel=2)
+    warnings.warn("Job is now TrainingJob; the next version removes the old name", FutureWarning, stacklevel=2)
     return TrainingJob

@@ -79,10 +79,10 @@ def _rows(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActiv
         before = found.get(row) or ModuleBytes(row, 0, 0, 0, 0, 0)
         found[row] = dataclasses.replace(before, **{kind: getattr(before, kind) + of for kind, of in sizes.items()})
 
-    for name, held in place.holding.parameters.items():
+    for name, held in place.resident.parameters.items():
         owner = name.rpartition(".")[0]
         add(owner, parameters=held.parameters, gradients=held.gradients, optimizer=held.optimizer)
-    for name, size in place.holding.buffers.items():
+    for name, size in place.resident.buffers.items():
         add(name.rpartition(".")[0], buffers=size)
     parts = spread.samples / samples_of(spread.draft)
     for stage, count in _counts(spread, place, kept).items():
@@ -130,17 +130,17 @@ def _notes(spread: JobMemory) -> Iterator[str]:
     """Yield notes on what the footprint does not cover, or covers only roughly."""
     plan, draft = spread.plan, spread.draft
     if plan.offload or (plan.shard is not None and plan.shard.offload):
-        yield "what offload moves to host memory is counted here as if it stayed on the device"
+        yield "offloaded tensors are counted here as if they stayed on the device"
     if plan.low_memory is not None and plan.low_memory.state != "device" and spread.profile.device == "cuda":
         yield "low_memory moves remainders and moments to host memory where the device has no room; here all are on it"
-    if len({place.holding.total("parameters") for place in spread.places}) > draft.stage and draft.split > 1:
-        yield "the parts of a split differ: activations and the peak are reckoned for the first rank's"
+    if len({place.resident.total("parameters") for place in spread.places}) > draft.stage and draft.split > 1:
+        yield "the parts of a split differ: activations and the peak are computed for the first rank's"
     if spread.rough:
         yield "several modules are recomputed together: the peak is rough, within some 20 %"
     if any(isinstance(module, nn.LSTM) for module in spread.profile.model.modules()):
         yield (
-            "LSTM layers keep more than is counted: what the library's kernels keep for backward is known to them "
-            "alone, and is several times the layer's output"
+            "LSTM layers hold more than is counted: the library's kernels keep several times the layer's output for "
+            "backward, which cannot be seen here"
         )
     if plan.local is not None or plan.dgc is not None:
-        yield "what LocalSGD and DGC keep beside the weights is in 'exchange', as plans count it"
+        yield "the state of LocalSGD and DGC is counted under 'exchange', as in plans"

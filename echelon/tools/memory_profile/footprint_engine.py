@@ -39,9 +39,9 @@ class FootprintEngine(PlanningEngine):
         plan: Plan | SavedPlan | str | Path | None = None,
         cluster: Slices | None = None,
     ) -> None:
-        self._strategy, self._plan, self._slices = strategy or Strategy(), plan, cluster or current()
+        self._plan, self._slices = plan, cluster or current()
         self._marks = collect(model)
-        super().__init__(question, model, optimizer, loss, scheduler)
+        super().__init__(question, model, optimizer, loss, scheduler, strategy)
 
     def _look_at(self, batch: Any) -> NoReturn:
         self._refuse_tables()
@@ -69,8 +69,8 @@ class FootprintEngine(PlanningEngine):
                 f"'echelon plan {asked.model} --save plan.json' and give it as --plan plan.json"
             )
         if isinstance(self._plan, Plan):
-            raise UsageError("the script gives distribute() a Plan made for a number of ranks; give it as strategy= "
-                             "and marks, or as a saved plan, to look at")  # fmt: skip
+            raise UsageError("the script gives distribute() a Plan, which is fixed to a number of ranks; give "
+                             "strategy= and marks, or a saved plan")  # fmt: skip
         return asked.job(profile, self._strategy, self._marks, self._slices)
 
     @property

@@ -68,9 +68,12 @@ class MemoryOptions:
         names = ("amp", "recompute", "shard", "merge", "low_memory", "stages", "split", "micro_batches", "schedule")
         beside = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         if beside:
-            raise UsageError(f"the plan says how to train, and {', '.join(beside)} too; leave {beside[0]} or it out")
+            raise UsageError(f"--plan already sets {', '.join(beside)}; remove {beside[0]} or --plan")
         if self.procs not in (None, saved.draft.ranks):
-            raise UsageError(f"the plan is for {saved.draft.ranks} processes ({saved.draft}), not {self.procs}")
+            raise UsageError(
+                f"--procs {self.procs}: the plan is for {saved.draft.ranks} processes ({saved.draft}); leave --procs "
+                "out"
+            )
         return TrainingJob.of(saved, self.batch)
 
     def job(
@@ -95,7 +98,7 @@ class MemoryOptions:
         """Return a note if the number of processes was not given, but chosen here."""
         if self.procs is not None or self.plan is not None or job.procs == 1:
             return ()
-        return (f"{job.procs} processes are the fewest for this; --procs says how many there will be",)
+        return (f"{job.procs} processes are the fewest for this; --procs sets their number",)
 
     def _strategy(self, own: Strategy) -> Strategy:
         changes: dict[str, Any] = {}

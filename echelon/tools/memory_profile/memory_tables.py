@@ -12,9 +12,9 @@ from echelon.observability.runlog.run_metadata import Footprint, ModuleBytes
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 #: Explanations of the kinds whose names do not explain themselves.
 NOTES = {
-    "transient": "for a moment: what computing and updating need on top",
-    "exchange": "messages under way, and what waits to be sent",
-    "buffers": "of the model, the batch, and what libraries keep",
+    "transient": "temporary: workspace of forward, backward and update",
+    "exchange": "messages in flight or waiting to be sent",
+    "buffers": "of the model, the batch and the libraries",
 }
 #: Most groups of equal ranks for which modules are listed; with more groups, only those of the fullest rank are.
 MOST = 8

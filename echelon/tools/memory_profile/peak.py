@@ -27,13 +27,13 @@ class RankGroupPeak:
     """A group of ranks with equal memory.
 
     grids:    the ranks' views of the mesh
-    holding:  resident memory of each of these ranks
+    resident: resident memory of each of these ranks
     kinds:    bytes at the peak by kind (see KINDS)
     moment:   the moment of the peak as text
     """
 
     grids: list[MeshGroups]
-    holding: ResidentMemory
+    resident: ResidentMemory
     kinds: dict[str, int]
     moment: str
 
@@ -76,7 +76,10 @@ class PeakEstimator:
     """Estimates the peak memory of jobs of one model."""
 
     def __init__(self, profile: Profile, optimizers: Optimizers) -> None:
-        self._planner, self._holdings = JobPlanner(profile, optimizers), ResidentEstimator(profile.model, optimizers)
+        self._planner, self._resident_estimator = (
+            JobPlanner(profile, optimizers),
+            ResidentEstimator(profile.model, optimizers),
+        )
         self._name = optimizer_name(optimizers)
 
     def spread(self, job: TrainingJob) -> JobMemory:
@@ -95,8 +98,8 @@ class PeakEstimator:
         )
         found = tuple(_in_long_segments(plan, profile, draft, peak) for peak in found)
         places = [
-            RankGroupPeak(grids, holding, _kinds(holding, peak), _in_words(profile, peak))
-            for grids, holding in self._holdings.of(plan)
+            RankGroupPeak(grids, resident, _kinds(resident, peak), _in_words(profile, peak))
+            for grids, resident in self._resident_estimator.of(plan)
             for peak in [found[grids[0].coords["stage"]]]
         ]
         return JobMemory(job.samples, plan, profile, draft, places)
@@ -127,9 +130,9 @@ def _in_long_segments(plan: Plan, profile: Profile, draft: Draft, peak: PeakMome
     return replace(peak, memory=memory)
 
 
-def _kinds(holding: ResidentMemory, peak: PeakMoment) -> dict[str, int]:
+def _kinds(resident: ResidentMemory, peak: PeakMoment) -> dict[str, int]:
     kinds = {kind: round(getattr(peak.memory, kind)) for kind in KINDS}
-    return kinds | {kind: holding.total(kind) for kind in ("parameters", "optimizer")}
+    return kinds | {kind: resident.total(kind) for kind in ("parameters", "optimizer")}
 
 
 def _in_words(profile: Profile, peak: PeakMoment) -> str:

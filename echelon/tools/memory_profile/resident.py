@@ -79,9 +79,9 @@ class ResidentEstimator:
         self, plan: Plan, replicas: list[MeshGroups], shapes: Shapes, buffers: Mapping[str, int], stepping: Owners
     ) -> Iterator[tuple[list[MeshGroups], ResidentMemory]]:
         here = _names_here(plan, replicas[0])
-        mine = {name: shape for name, shape in shapes.items() if here is None or name in here}
+        own = {name: shape for name, shape in shapes.items() if here is None or name in here}
         own_buffers = {name: size for name, size in buffers.items() if here is None or name in here}
-        cuts = self._cuts(plan, replicas[0], mine)
+        cuts = self._cuts(plan, replicas[0], own)
         alike: dict[Any, list[MeshGroups]] = {}
         for grid in replicas:
             parts = {name: cut.part_shape(grid.index("replicate")) for name, cut in cuts.items()}
@@ -91,15 +91,15 @@ class ResidentEstimator:
             of_parts = dict(parts)
             held = {
                 name: self._held(plan, given[name], shape, of_parts.get(name, shape), stepping)
-                for name, shape in mine.items()
+                for name, shape in own.items()
             }
             yield grids, ResidentMemory(held, own_buffers)
 
-    def _cuts(self, plan: Plan, grid: MeshGroups, mine: Shapes) -> dict[str, RowPartition]:
+    def _cuts(self, plan: Plan, grid: MeshGroups, own: Shapes) -> dict[str, RowPartition]:
         if plan.shard is None:
             return {}
         owned, given = owners(self._optimizers), dict(self._model.named_parameters())
-        chosen = {name: shape for name, shape in mine.items() if plan.shard.level == 3 or id(given[name]) in owned}
+        chosen = {name: shape for name, shape in own.items() if plan.shard.level == 3 or id(given[name]) in owned}
         return cut_all(chosen, grid.size("replicate"), params_shared_by_stages(plan, grid))
 
     def _held(
@@ -141,5 +141,5 @@ def _names_here(plan: Plan, grid: MeshGroups) -> set[str] | None:
     """Return the names of the parameters and buffers that the stages of a rank need; None means all."""
     if plan.stages is None:
         return None
-    mine = hosted_stages(plan.stages, grid)
-    return {name for name, stages in plan.stages.holders.items() if not set(stages).isdisjoint(mine)}
+    own = hosted_stages(plan.stages, grid)
+    return {name for name, stages in plan.stages.holders.items() if not set(stages).isdisjoint(own)}

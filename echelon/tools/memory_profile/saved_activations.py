@@ -138,8 +138,8 @@ class _ActivationTracker:
         found: dict[int, SavedActivations] = {}
         for (stage, address), (owner, size, _) in self._kept.items():
             assert stage is not None
-            mine = found.setdefault(stage, SavedActivations())
-            (mine.given if address in self._batch else mine.made)[owner] += size
+            own = found.setdefault(stage, SavedActivations())
+            (own.given if address in self._batch else own.made)[owner] += size
         return found
 
     @contextlib.contextmanager

@@ -116,13 +116,15 @@ class JobPlanner:
     def _quickened(self, plan: Plan, job: TrainingJob) -> Plan:
         """Apply the fast path's decisions, such as bf16 by default on a GPU.
 
-        Compilation and CUDA graphs are left out; compiled kernels hold somewhat less memory than is counted here.
+        CUDA graphs are left out.
         """
         if self._profile.device != "cuda" or job.saved is not None:
             return plan
-        asked = dataclasses.replace(requested_fast_path(job.strategy), compile=False, graphs=False)
+        asked = dataclasses.replace(requested_fast_path(job.strategy), graphs=False)
         amp = job.strategy.amp if job.strategy.amp is not None else plan.amp
-        traits = traits_of(plan, DeviceCapabilities(cuda=True, bf16=True), self._profile.model, self._optimizers, False)
+        traits = traits_of(
+            plan, DeviceCapabilities(cuda=True, bf16=True, triton=True), self._profile.model, self._optimizers, False
+        )
         return with_fast_path(plan, decide(asked, amp, traits))
 
     def _record(self, pipeline: Pipeline, units: Mapping[str, int], count: int, rows: int) -> StageTrace:

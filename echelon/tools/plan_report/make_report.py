@@ -13,6 +13,7 @@ from echelon.planner.apply.save_plan import make_saved_plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.cost.system import ECHELON, STATE, System
+from echelon.planner.default_run import DefaultRun, capabilities_of, find_default_run
 from echelon.planner.plan_search.neighbours import neighbours
 from echelon.planner.plan_search.search import PlanSearch, search
 from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
@@ -27,12 +28,15 @@ from echelon.tools.plan_report.report_data import PlanReport
 def make_report(asked: PlanOptions, cluster: Cluster, source: ModelSource, orders: PlanReportOptions) -> PlanReport:
     """Search for the best plan, or load the saved one, and return the complete report."""
     asked = dataclasses.replace(asked, batch=asked.batch or source.profile.batch, optimizer=asked.optimizer or "adam")
-    planner = ReportPlanner(asked, source, _system(asked, source))
+    usual = _usual(asked, source, cluster)
+    planner = ReportPlanner(asked, source, usual, usual.runtime(_system(asked, source)))
     before = SavedPlan.load(orders.explain).draft if orders.explain else None
     begin = time.process_time()
     answer = planner.again(before, cluster) if before else planner.best(cluster)
     costs = time.process_time() - begin
     report = build_report.build_plan_report(source.profile, cluster, planner.batch, answer, asked.to_dict())
+    first = before or (answer.best[0].draft if answer.best else None)
+    report = dataclasses.replace(report, runs_as=str(usual if first is None else usual.of_draft(first)))
     if not answer.best:
         return report
     chosen = answer.best[0]
@@ -46,6 +50,12 @@ def make_report(asked: PlanOptions, cluster: Cluster, source: ModelSource, order
         sensitivities=sensitivity.sensitivities(chosen, cluster, ask),
         sizes=sensitivity.sizes(chosen, cluster, ask) if orders.sizes else (),
     )
+
+
+def _usual(asked: PlanOptions, source: ModelSource, cluster: Cluster) -> DefaultRun:
+    """Return what a run would do on these devices, in the precision that --amp names."""
+    usual = find_default_run(source.profile.model, None, {}, capabilities_of(cluster), source.strategy)
+    return usual if asked.amp is None else dataclasses.replace(usual, amp=None if asked.amp == "off" else asked.amp)
 
 
 def _system(asked: PlanOptions, source: ModelSource) -> System:
@@ -64,6 +74,7 @@ class ReportPlanner:
 
     asked: PlanOptions
     source: ModelSource
+    usual: DefaultRun
     system: System = ECHELON
 
     @property
@@ -90,6 +101,7 @@ class ReportPlanner:
             allow=self.asked.allow,
             optimizer=self.optimizer,
             system=self.system,
+            usual=self.usual,
             keep=keep,
         )
 
@@ -100,7 +112,16 @@ class ReportPlanner:
         """
         if draft.ranks > cluster.size:
             raise UsageError(f"the plan is for {draft.ranks} devices, and {cluster} has {cluster.size}; give --cluster")
-        hunt = PlanSearch(self.source.profile, cluster, draft.batch, self.asked.allow, self.optimizer, self.system, {})
+        hunt = PlanSearch(
+            self.source.profile,
+            cluster,
+            draft.batch,
+            self.asked.allow,
+            self.optimizer,
+            self.system,
+            {},
+            usual=self.usual.of_draft(draft),
+        )
         hunt.look(beyond_host=False)  # neighbours() picks the best plan of each kind from what this finds
         choice = PlanChoice(draft, self._predict(draft, cluster, events=False))
         rejected, helps = tuple(neighbours(hunt, choice)), tuple(hunt.would_help(choice))

@@ -20,6 +20,7 @@ from echelon.parallel.objective import LossFunction
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.profiling.optimizer_state import Given
 from echelon.planner.profiling.profile import Profile, profile
+from echelon.strategy import Strategy
 from echelon.tools.plan_report.plan_options import PlanOptions
 
 DESCRIBED = ("gpt", "bert", "llama")
@@ -39,11 +40,13 @@ class ModelSource:
     profile:     costs of the model, as the search uses them
     model:       the module itself; None for a model that is only described (``gpt:...``)
     optimizers:  optimizers of the training script; None if MODEL is not a script
+    strategy:    strategy of the training script, whose ``fast`` and ``amp=False`` are respected
     """
 
     profile: Profile
     model: nn.Module | None = None
     optimizers: Given | None = None
+    strategy: Strategy | None = None
 
 
 def is_script(word: str) -> bool:
@@ -170,8 +173,9 @@ def _called(asked: PlanOptions, cluster: Cluster) -> ModelSource:
     if batch is None:
         if asked.input is None:
             raise UsageError(
-                f"MODEL '{asked.model}' returns a model alone, and what it is called with is not known: return "
-                "(model, batch) or (model, batch, loss), or give --input 3x224x224"
+                f"MODEL '{asked.model}' returns a model without a batch; return (model, batch) or (model, batch, "
+                "loss), "
+                "or give --input 3x224x224"
             )
         if asked.batch is None:
             raise UsageError(

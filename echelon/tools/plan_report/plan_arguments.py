@@ -32,7 +32,7 @@ def parse_plan_options(
     if explain is not None:
         return _asked_before(explain, model, given)
     if model is None:
-        raise UsageError("plan what? give a MODEL (see 'echelon plan --help'), or --explain plan.json")
+        raise UsageError("MODEL is missing; give one (see 'echelon plan --help'), or --explain plan.json")
     if "cluster" not in given:
         raise UsageError("--cluster is missing; write --cluster 4x8xH100, a .yaml file, or --cluster here")
     return PlanOptions(model=model, arguments=tuple(arguments), **given)
@@ -49,15 +49,15 @@ def check_plan_options(asked: PlanOptions, html: str | None, save: str | None) -
 def _check_room(option: str, path: str | None) -> None:
     """Raise UsageError if ``path`` cannot be written, before the search instead of after it."""
     if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise UsageError(f"{option} '{path}' cannot be written: it is a directory, or in none; give another path")
+        raise UsageError(f"{option} '{path}': it is a directory, or its parent does not exist; give another path")
 
 
 def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> PlanOptions:
     """Return the options that a saved plan was made from, overridden by the options given now."""
     before = SavedPlan.load(path).made_from
     if not before and model is None:
-        raise UsageError(f"plan '{path}' does not say what it was made from; give its MODEL too")
+        raise UsageError(f"plan '{path}' names no model; give its MODEL too")
     if not before and "cluster" not in given:
-        raise UsageError(f"plan '{path}' does not say what it was made for; give --cluster too")
+        raise UsageError(f"plan '{path}' names no cluster; give --cluster too")
     words = {name: value for name, value in given.items() if value is not None}
     return build(PlanOptions, {**before, **({"model": model} if model else {}), **words}, f"plan '{path}'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from echelon.base.config import strict
 from echelon.base.errors import UsageError, nearest
@@ -21,6 +21,7 @@ class PlanOptions:
     batch:      samples of the global batch; None: the size of the batch that comes with the model
     memory:     bytes that training may use on a device; None: the device's own figure
     allow:      names of approximate techniques that plans may use
+    amp:        precision of all plans, "off" for fp32; None: that of a run without a strategy
     optimizer:  name of the optimizer whose state and update are counted; None: the script's own, or adam
     bench:      path of a file written by ``echelon bench``
     input:      description of the model's input, needed if no batch comes with the model
@@ -33,6 +34,7 @@ class PlanOptions:
     batch: int | None = None
     memory: float | None = None
     allow: tuple[str, ...] = ()
+    amp: Literal["bf16", "fp16", "off"] | None = None
     optimizer: str | None = None
     bench: str | None = None
     input: str | None = None

@@ -38,9 +38,9 @@ def ask(script: str, arguments: Sequence[str], question: dict[str, Any]) -> dict
     Raises UsageError if the script ends before its first batch, or answers with an error.
     """
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as room:
-        told, answer, output = (Path(room, name) for name in ("question.json", "answer.json", "output.txt"))
-        told.write_text(json.dumps({**question, "answer": str(answer)}), encoding="utf-8")
-        environment = {**os.environ, PLAN_ONLY: str(told)}
+        question_file, answer, output = (Path(room, name) for name in ("question.json", "answer.json", "output.txt"))
+        question_file.write_text(json.dumps({**question, "answer": str(answer)}), encoding="utf-8")
+        environment = {**os.environ, PLAN_ONLY: str(question_file)}
         # The script's own output would mix with the report, so it is shown only if the script fails.
         with output.open("wb") as file:
             words = [sys.executable, script, *arguments]
@@ -62,8 +62,5 @@ def ask(script: str, arguments: Sequence[str], question: dict[str, Any]) -> dict
 
 def _silent(script: str, code: int) -> str:
     if code:
-        return f"'{script}' failed with exit code {code} before it had shown a batch; what it said is above"
-    return (
-        f"'{script}' ended before it had shown a batch; what is asked of it takes its distribute() and first step(), "
-        "or distribute(sample=batch)"
-    )
+        return f"'{script}' failed with exit code {code} before its first batch; its output is above"
+    return f"'{script}' ended before its first batch; let it call distribute() and step(), or distribute(sample=batch)"

@@ -83,7 +83,8 @@ def sections(report: PlanReport) -> list[TitledTable]:
 
 def headline(report: PlanReport) -> list[str]:
     weights = f"{formatting.count(report.weights)} parameters in {formatting.things(report.units, 'unit')}"
-    return [f"{report.model}: {weights}, batch {report.batch:,}", f"on {report.machines.words}"]
+    runs_as = f", {report.runs_as}" if report.runs_as else ""
+    return [f"{report.model}: {weights}, batch {report.batch:,}{runs_as}", f"on {report.machines.words}"]
 
 
 def plain(report: PlanReport) -> str:
@@ -164,17 +165,19 @@ def contents(stages: Sequence[StageUnits]) -> TitledTable:
 
 def neighbours(remarks: Sequence[PlanAlternative]) -> TitledTable:
     rows = [(f"{remark.what}: {in_words(remark)}",) for remark in remarks]
-    return TitledTable("Why not otherwise", rows)
+    return TitledTable("Why not another plan", rows)
 
 
 def approximate(remarks: Sequence[PlanAlternative]) -> TitledTable:
     rows = [(remark.what, in_words(remark), remark.plan) for remark in remarks]
     note = "These change the numbers, so they are only used where you allow them: --allow NAME,..."
-    return TitledTable("What approximate means would bring", rows, right=(1,), note=note)
+    return TitledTable("What approximate techniques would gain", rows, right=(1,), note=note)
 
 
 def sensitivities(remarks: Sequence[PlanAlternative]) -> TitledTable:
-    return TitledTable("If it were otherwise", [(remark.what, in_words(remark), remark.plan) for remark in remarks])
+    return TitledTable(
+        "On other machines or batches", [(remark.what, in_words(remark), remark.plan) for remark in remarks]
+    )
 
 
 def sizes(found: Sequence[ScalingPoint], batch: int) -> TitledTable:
@@ -197,7 +200,7 @@ def figures(machines: ClusterSummary) -> TitledTable:
         for origin, same in itertools.groupby(group, key=lambda figure: figure.origin):
             rows.append((of, origin, ", ".join(figure_in_words(figure) for figure in same)))
     note = "" if all(figure.origin != "default" for figure in machines.figures) else MEASURE
-    return TitledTable("Reckoned with", rows, note=note)
+    return TitledTable("Figures used", rows, note=note)
 
 
 MEASURE = "Defaults are those of the device's kind; 'echelon bench --out FILE' measures, plan --bench FILE uses it."
@@ -218,7 +221,7 @@ def _nearest(report: PlanReport) -> Iterator[TitledTable]:
     yield TitledTable("No plan fits", [(report.reason,)])
     if report.nearest is not None:
         rows = [(str(report.nearest.draft), of_limit(report.nearest.prediction.fullest))]
-        yield TitledTable("What lacks least", rows, ("plan", "fullest device"), (1,))
+        yield TitledTable("The plan that lacks least", rows, ("plan", "fullest device"), (1,))
         yield memory(report.nearest)
 
 

@@ -20,6 +20,7 @@ from echelon.base.errors import EchelonError
 from echelon.distributed import world as worlds
 from echelon.engine.engine import Engine
 from echelon.planner.profiling.optimizer_state import optimizer_name
+from echelon.strategy import Strategy
 from echelon.tools.plan_report.plan_options import PlanOptions, PlanReportOptions
 
 
@@ -45,7 +46,7 @@ def make_planning_engine(
 
         engine: PlanningEngine = FootprintEngine(question, model, optimizer, loss, scheduler, strategy, plan, cluster)
     else:
-        engine = PlanningEngine(question, model, optimizer, loss, scheduler)
+        engine = PlanningEngine(question, model, optimizer, loss, scheduler, strategy)
     if sample is not None:
         engine.step(sample)
     return engine
@@ -67,7 +68,13 @@ class PlanningEngine:
     """Wraps a single-process engine: ``step`` plans and ends the script, other attributes come from that engine."""
 
     def __init__(
-        self, question: dict[str, Any], model: nn.Module, optimizer: Any, loss: Any, scheduler: Any = None
+        self,
+        question: dict[str, Any],
+        model: nn.Module,
+        optimizer: Any,
+        loss: Any,
+        scheduler: Any = None,
+        strategy: Strategy | None = None,
     ) -> None:
         from echelon.api.distribute import distribute
         from echelon.observability.metrics import Log
@@ -76,6 +83,7 @@ class PlanningEngine:
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
+        self._strategy = strategy or Strategy()
         self._engine = distribute(model, optimizer=optimizer, loss=loss, scheduler=scheduler, log=Log(console=False))
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +119,9 @@ class PlanningEngine:
             asked, orders = self._asked(), build(PlanReportOptions, self._question["orders"], "orders")
             cluster = asked.machines()
             profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
-            report = make_report(asked, cluster, ModelSource(profile, self._model, self._optimizer), orders)
+            report = make_report(
+                asked, cluster, ModelSource(profile, self._model, self._optimizer, self._strategy), orders
+            )
         except EchelonError as error:
             self._answer({"error": str(error)})
         if asked.batch is None:
@@ -122,7 +132,7 @@ class PlanningEngine:
         from echelon.nn import SparseEmbedding
 
         if any(isinstance(module, SparseEmbedding) for module in self._model.modules()):
-            self._answer({"error": "sparse tables live on parameter servers, whose work plan does not know; use 'run'"})
+            self._answer({"error": "sparse tables live on parameter servers, which plans do not cover; use 'run'"})
 
     def _asked(self) -> PlanOptions:
         asked = build(PlanOptions, self._question["asked"], "asked")
@@ -133,9 +143,5 @@ class PlanningEngine:
         raise SystemExit(0)  # so that the script's cleanup code runs, but not its training
 
 
-_ONE_PROCESS = (
-    "the batch is the one that the script gives one process; --global-batch says how large it is for all together"
-)
-_OWN_LOOP = (
-    "a loop of its own (engine.backward and engine.update) shows no forward pass to look at; use engine.step(batch)"
-)
+_ONE_PROCESS = "the batch is the one that the script gives one process; --global-batch sets its size for all together"
+_OWN_LOOP = "a custom loop (engine.backward and engine.update) shows no forward pass to profile; use engine.step(batch)"

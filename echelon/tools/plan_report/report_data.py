@@ -92,6 +92,7 @@ class PlanReport:
     seconds:       seconds that the search took
     nearest:       the plan that exceeds its memory limit least; None if a plan fits
     reason:        reason why ``nearest`` does not fit
+    runs_as:       precision and compilation of the plans: ``bf16, compiled blocks``
     """
 
     model: str
@@ -111,6 +112,7 @@ class PlanReport:
     seconds: float = 0.0
     nearest: PlanChoice | None = None
     reason: str = ""
+    runs_as: str = ""
 
     @property
     def choice(self) -> PlanChoice:
@@ -125,6 +127,7 @@ class PlanReport:
         return cls(
             **{name: data[name] for name in ("model", "units", "weights", "batch", "asked", "considered", "seconds")},
             reason=data["reason"],
+            runs_as=data.get("runs_as", ""),
             notes=tuple(data["notes"]),
             machines=_machines(data["machines"]),
             options=tuple(map(_choice, data["options"])),

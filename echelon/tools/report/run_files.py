@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from echelon.base.errors import EchelonError
 from echelon.observability.runlog.run_reader import Run, read
-from echelon.observability.runlog.tolerant_json import JSON, LARGEST, json_file
+from echelon.observability.runlog.tolerant_json import JSON, LARGEST, json_file, json_value
 from echelon.observability.trace import trace_files
 from echelon.observability.trace.merge import merge
 from echelon.observability.trace.span import DEVICE, KINDS, Span, span_of
@@ -77,19 +75,12 @@ def _of_rank(path: Path) -> Iterator[Span]:
         return
     with contextlib.suppress(OSError), path.open("rb") as lines:
         for line in lines:
-            if (span := span_of(_json(line))) is not None and _sane(span):
+            if (span := span_of(json_value(line))) is not None and _sane(span):
                 yield span
 
 
 def _sane(span: Span) -> bool:
     return -LARGEST < span.begin <= span.end < LARGEST and not (span.bytes or 0) >= LARGEST
-
-
-def _json(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _joined(spans: Iterator[Span]) -> Iterator[Span]:

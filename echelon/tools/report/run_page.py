@@ -93,7 +93,7 @@ def _measured(gathered: RunFiles) -> dict[str, Any]:
         "summary": time_section.summary(gathered.summary),
         "compared": time_section.compared(gathered),
         "ranks": rank_section.ranks(run),
-        "memory": memory_section.holding(run),
+        "memory": memory_section.make_memory_section(run),
         "servers": server_section.serving(run),
     }
 

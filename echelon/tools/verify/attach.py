@@ -28,8 +28,9 @@ def find_verify_observer(model: nn.Module, strategy: Strategy | None) -> VerifyO
         question.refuse("the script calls distribute() more than once, and verify follows one model; verify them apart")
     if (strategy and strategy.ps) or any(isinstance(module, SparseEmbedding) for module in model.modules()):
         question.refuse(
-            "parameter servers are not followed: verify the model without them (mode 'sync' equals one process; what "
-            "'async' and 'geo' come to depends on who comes first)"
+            "parameter servers are not followed: verify the model without them (mode 'sync' equals one process; the "
+            "result "
+            "of 'async' and 'geo' depends on the order of arrival)"
         )
     _begun.append(question)
     silenced = disable_dropout(model)

@@ -25,10 +25,10 @@ def likely_cause(step: Mapping[str, Any], reference: Mapping[str, Any], replicas
 
     noisy: True if one process draws other random numbers than the ranks
     """
-    mine, one = step["loss"], reference["loss"]
-    if replicas < 2 or not all(map(math.isfinite, (mine, one))) or relative(mine, one) <= DIGITS:
+    own, one = step["loss"], reference["loss"]
+    if replicas < 2 or not all(map(math.isfinite, (own, one))) or relative(own, one) <= DIGITS:
         return ""
-    if _is_sum(mine, one, replicas, NOISE if noisy else 1e-3):
+    if _is_sum(own, one, replicas, NOISE if noisy else 1e-3):
         return (
             f"one process's loss is {replicas} times as large, as there are {replicas} replicas: a sum, not a mean? "
             "Take the mean, or give Strategy(reduction=Reduction(op='sum'))"
@@ -39,21 +39,21 @@ def likely_cause(step: Mapping[str, Any], reference: Mapping[str, Any], replicas
     return ""
 
 
-def _is_sum(mine: float, one: float, replicas: int, room: float) -> bool:
-    return bool(mine) and abs(one / mine - replicas) < room * replicas
+def _is_sum(own: float, one: float, replicas: int, room: float) -> bool:
+    return bool(own) and abs(one / own - replicas) < room * replicas
 
 
 def _cause_of_pass(shares: Sequence[Share], whole: Share, noisy: bool) -> str:
     if len(shares) < 2 or noisy:
         return ""
     counted, loss = [share["counted"] for share in shares], whole["loss"]
-    mine = _mean(shares, counted)
-    if mine is None or relative(mine, loss) <= DIGITS:
+    own = _mean(shares, counted)
+    if own is None or relative(own, loss) <= DIGITS:
         return ""
     for what in shares[0]["counts"]:
         numbers = [share["counts"].get(what, 0.0) for share in shares]
         mean = _mean(shares, numbers)
-        if mean is not None and abs(mean - loss) <= max(DIGITS * abs(loss), REST * abs(mine - loss)):
+        if mean is not None and abs(mean - loss) <= max(DIGITS * abs(loss), REST * abs(own - loss)):
             return (
                 f"the loss is a mean over {what}, of which the replicas have {_listed(numbers)}, and they count as "
                 f"{_listed(counted)}: give engine.step(..., samples=...) that number (backward() in a loop of its own)"

@@ -32,7 +32,7 @@ class TensorDifference(NamedTuple):
     relative: float
 
 
-def gradient_differences(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, TensorDifference]:
+def gradient_differences(own: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, TensorDifference]:
     """Return the gradient differences by parameter name, relative to the largest absolute entry.
 
     The difference is infinite if only one side has a gradient, or if the shapes differ.
@@ -40,17 +40,17 @@ def gradient_differences(mine: Mapping[str, Tensor], reference: Mapping[str, Ten
     scales = {name: _largest(value) for name, value in reference.items()}
     floor = FLOOR * max(scales.values(), default=0.0)
     found: dict[str, TensorDifference] = {}
-    for name in dict.fromkeys([*reference, *mine]):
-        if name not in mine or name not in reference or mine[name].shape != reference[name].shape:
+    for name in dict.fromkeys([*reference, *own]):
+        if name not in own or name not in reference or own[name].shape != reference[name].shape:
             found[name] = TensorDifference(math.inf, math.inf)
             continue
-        absolute = _largest(mine[name].double() - reference[name].double())
+        absolute = _largest(own[name].double() - reference[name].double())
         found[name] = TensorDifference(absolute, _over(absolute, max(scales[name], floor)))
     return found
 
 
 def weight_differences(
-    mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], left_out: Mapping[str, Tensor] | None = None
+    own: Mapping[str, Tensor], reference: Mapping[str, Tensor], left_out: Mapping[str, Tensor] | None = None
 ) -> dict[str, TensorDifference]:
     """Return the differences of floating-point parameters and buffers by name; relative differences are ratios of RMS.
 
@@ -62,17 +62,17 @@ def weight_differences(
     floor = FLOOR * max(scales.values(), default=0.0)
     found: dict[str, TensorDifference] = {}
     for name, value in floats.items():
-        if name not in mine or mine[name].shape != value.shape:
+        if name not in own or own[name].shape != value.shape:
             found[name] = TensorDifference(math.inf, math.inf)
             continue
-        apart = mine[name].double() - value.double()
+        apart = own[name].double() - value.double()
         apart = apart.masked_fill(left_out[name], 0.0) if name in left_out else apart
         found[name] = TensorDifference(_largest(apart), _over(_mean_size(apart), max(scales[name], floor)))
     return found
 
 
 def movement_differences(
-    mine: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
     initial: Mapping[str, Tensor],
     left_out: Mapping[str, Tensor],
@@ -88,20 +88,20 @@ def movement_differences(
     """
     found: dict[str, float] = {}
     for name, start in initial.items():
-        if name not in mine or mine[name].shape != start.shape or name not in reference:
+        if name not in own or own[name].shape != start.shape or name not in reference:
             continue  # ``weight_differences`` reports these
-        apart = mine[name].double() - reference[name].double()
+        apart = own[name].double() - reference[name].double()
         far = _mean_size(apart.masked_fill(left_out[name], 0.0) if name in left_out else apart)
-        digits = LAST_DIGITS * updates * torch.finfo(mine[name].dtype).eps * _mean_size(reference[name])
-        moved = max(_mean_size(one[name].double() - start.double()) for one in (mine, reference))
+        digits = LAST_DIGITS * updates * torch.finfo(own[name].dtype).eps * _mean_size(reference[name])
+        moved = max(_mean_size(one[name].double() - start.double()) for one in (own, reference))
         found[name] = _over(far, moved) if far > digits else 0.0
     return found
 
 
-def rounding(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rounding(own: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return, by parameter name, a mask of the entries whose gradient is only rounding error."""
-    both = [name for name, value in reference.items() if name in mine and mine[name].shape == value.shape]
-    return {name: (mine[name] - reference[name]).abs() > ROUNDING * reference[name].abs() for name in both}
+    both = [name for name, value in reference.items() if name in own and own[name].shape == value.shape]
+    return {name: (own[name] - reference[name]).abs() > ROUNDING * reference[name].abs() for name in both}
 
 
 def mostly(entries: Mapping[str, Tensor]) -> list[str]:
@@ -109,9 +109,9 @@ def mostly(entries: Mapping[str, Tensor]) -> list[str]:
     return [name for name, marked in entries.items() if marked.numel() and float(marked.float().mean()) > MANY]
 
 
-def relative(mine: float, reference: float) -> float:
+def relative(own: float, reference: float) -> float:
     """Return the relative difference of two losses."""
-    return 0.0 if mine == reference else _over(abs(mine - reference), abs(reference))
+    return 0.0 if own == reference else _over(abs(own - reference), abs(reference))
 
 
 def _largest(value: Tensor) -> float:

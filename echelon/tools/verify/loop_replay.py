@@ -221,8 +221,8 @@ class LoopReplayer:
         if kind not in wanted:
             names = {"batch": "a batch of its loader", "end": "the end of its loader", "draw": "random numbers"}
             self._question.refuse(
-                f"the loop takes another course in one process: it asks for {names[wanted[0]]} where the ranks had "
-                f"{names[kind]}; let it not depend on their number"
+                f"the loop differs in one process: it requests {names[wanted[0]]} where the ranks had {names[kind]}; "
+                "make it independent of the number of ranks"
             )
         self._at += 1
         return kind

@@ -83,13 +83,13 @@ def added_up(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Sums]:
     return total
 
 
-def output_difference(mine: Sequence[float], reference: Sequence[float]) -> float | None:
+def output_difference(measured: Sequence[float], reference: Sequence[float]) -> float | None:
     """Return the relative difference from two checksums; None if they cover different numbers of elements."""
     count, linear, squares = reference
-    if mine[0] != count or not count:
+    if measured[0] != count or not count:
         return None
     if not squares:
-        return 0.0 if not mine[2] else float("inf")
-    by_norm = abs(mine[2] - squares) / squares
-    by_mean = abs(mine[1] - linear) / math.sqrt(count * squares)
+        return 0.0 if not measured[2] else float("inf")
+    by_norm = abs(measured[2] - squares) / squares
+    by_mean = abs(measured[1] - linear) / math.sqrt(count * squares)
     return max(by_norm, by_mean)

@@ -16,7 +16,13 @@ from echelon.parallel.data.global_loss import GlobalLoss, PipelineGlobalLoss
 from echelon.tools.verify.verify_request import VerifyRequest
 
 if TYPE_CHECKING:
+    from echelon.distributed.world import World
+    from echelon.engine.deferred_engine import DeferredEngine
+    from echelon.engine.early_calls import EarlyCalls
     from echelon.engine.engine import Engine
+    from echelon.engine.planned_run import PlannedRun
+    from echelon.engine.run_context import RunContext
+    from echelon.plan import Plan
     from echelon.tools.verify.verify_engine import VerifyEngine
 
 #: The file with the initial weights of the ranks.
@@ -35,26 +41,32 @@ class VerifyObserver(ABC):
         """Return the arguments to use in place of those given to ``distribute()``."""
         return asked
 
-    def attend(self, engine: Engine) -> Engine:
-        """Turn the engine into a ``VerifyEngine`` observed by this object.
-
-        Only the class of the object changes, so its state is kept.
-        """
+    def make_engine(self, planned: PlannedRun, batch: Any, early: EarlyCalls) -> Engine:
+        """Create an engine that this object observes."""
         from echelon.tools.verify.verify_engine import VerifyEngine
 
-        engine.__class__ = VerifyEngine
-        assert isinstance(engine, VerifyEngine)
-        engine.witness = self
+        return VerifyEngine(self, planned, batch, early)
+
+    def defer(self, run: RunContext, plan: Plan, **known: Any) -> DeferredEngine:
+        """Return the engine that waits for its first batch."""
+        from echelon.tools.verify.verify_engine import DeferredVerifyEngine
+
+        return DeferredVerifyEngine(self, run, plan, **known)
+
+    def attend(self, engine: Engine) -> None:
+        """Begin to observe the engine that ``distribute()`` returns."""
+        from echelon.tools.verify.verify_engine import VerifyEngine
+
         self.question.note("begun", 1)
-        self.begin(engine)
-        return engine
+        if isinstance(engine, VerifyEngine):
+            self.begin(engine)
 
     @abstractmethod
     def begin(self, engine: VerifyEngine) -> None:
         """Prepare for training, before the script calls ``engine.step`` or starts a custom loop."""
 
     @abstractmethod
-    def loader(self, engine: VerifyEngine, loader: Loader) -> Loader:
+    def loader(self, world: World, loader: Loader) -> Loader:
         """Return the loader that the script gets in place of ``loader``."""
 
     # ---- custom loop ----
@@ -78,7 +90,7 @@ class VerifyObserver(ABC):
         """Return a context for the forward."""
 
     @abstractmethod
-    def loss(self, engine: VerifyEngine, tally: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
+    def loss(self, engine: VerifyEngine, global_loss: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
         """Record the loss after a forward and backward."""
 
     # ---- both ----

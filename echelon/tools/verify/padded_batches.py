@@ -78,7 +78,7 @@ def _is_by_row(field: _Field, rows: Sequence[int]) -> bool:
     if not field.has_rows or [len(part) for part in field.parts] != list(rows) or len(field.own) != sum(rows):
         return False
     return all(
-        size >= mine for part in field.parts for size, mine in zip(field.own.shape[1:], part.shape[1:], strict=True)
+        size >= length for part in field.parts for size, length in zip(field.own.shape[1:], part.shape[1:], strict=True)
     )
 
 

@@ -47,6 +47,7 @@ from echelon.tools.verify.samples import SampleReader
 from echelon.tools.verify.verify_request import VerifyRequest, leave
 
 if TYPE_CHECKING:
+    from echelon.distributed.world import World
     from echelon.tools.verify.verify_engine import VerifyEngine
 
 #: Advice for the user if one process cannot follow the passes of the ranks.
@@ -60,9 +61,9 @@ class VerifyReplayer(VerifyObserver):
 
     def __init__(self, question: VerifyRequest) -> None:
         self.question = question
-        told = question.answered("plan")
-        assert told is not None, "the plan's own run has answered before this one is asked"
-        self._told = told
+        recorded = question.answered("plan")
+        assert recorded is not None, "the plan's own run has answered before this one is asked"
+        self._recorded = recorded
         self._calls = 0
         self._losses: list[list[float]] = []
         self._steps: list[dict[str, Any]] = []
@@ -92,7 +93,7 @@ class VerifyReplayer(VerifyObserver):
         ``gradient_merge`` is taken from the ranks, because a script may divide it by the number of ranks.
         """
         shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "clip")}
-        merged = self._told["gradient_merge"]
+        merged = self._recorded["gradient_merge"]
         if merged != asked.strategy.gradient_merge:
             self._options = f"gradient_merge is {merged} on the ranks, {asked.strategy.gradient_merge} in one"
         own = Strategy(**shared, gradient_merge=merged, amp=False, fast=False)
@@ -101,28 +102,28 @@ class VerifyReplayer(VerifyObserver):
     # ---- custom loop ----
 
     def begin(self, engine: VerifyEngine) -> None:
-        if not self._told["own_loop"]:
+        if not self._recorded["own_loop"]:
             return
         self._begin(engine)
         self._accumulation = self._find_accumulation()
         order = self._accumulation.event if self._accumulation is not None else None
         self._loop = LoopReplayer(
             self.question,
-            kinds=self._told["events"],
-            replicas=self._told["replicas"],
+            kinds=self._recorded["events"],
+            replicas=self._recorded["replicas"],
             device=engine.world.device,
             order=order,
         )
         self._listening.enter_context(self.listening(engine))
         LoopInputMode(self._loop, self.question.wide).open()
 
-    def loader(self, engine: VerifyEngine, loader: Loader) -> Loader:
+    def loader(self, world: World, loader: Loader) -> Loader:
         self._loaders += 1
-        samples = SampleReader(self.question, loader, self._loaders, self._told["replicas"], engine.world.device)
+        samples = SampleReader(self.question, loader, self._loaders, self._recorded["replicas"], world.device)
         return follow(loader, self._loop or self._gatherer, self.question.wide, samples)
 
     def backward(self, engine: VerifyEngine, loss: Tensor) -> Tensor:
-        loss = loss * self._told["replicas"] if self._told["apart"] else loss
+        loss = loss * self._recorded["replicas"] if self._recorded["apart"] else loss
         self._added += float(loss.detach())
         self._passes += 1
         return loss
@@ -141,7 +142,7 @@ class VerifyReplayer(VerifyObserver):
         If the numbers differ in the first update, write down the own number and end the process: the command then runs
         the script again with ``VerifyRequest.passes`` set.
         """
-        ranks, own, self._passes = self._told["passes"][len(self._steps)], self._passes, 0
+        ranks, own, self._passes = self._recorded["passes"][len(self._steps)], self._passes, 0
         if own == (self.question.passes or ranks):
             return
         if not self._steps and not self.question.passes:
@@ -153,9 +154,9 @@ class VerifyReplayer(VerifyObserver):
         own = self.question.passes
         if not own:
             return None
-        found = find_accumulation(own, self._told["passes"], self._told["marks"])
+        found = find_accumulation(own, self._recorded["passes"], self._recorded["marks"])
         if found is None:
-            ranks = self._told["passes"][0]
+            ranks = self._recorded["passes"][0]
             self.question.give_up(
                 f"an update adds up {own} losses in one process and {ranks} on the ranks; {ACCUMULATES}"
             )
@@ -167,7 +168,9 @@ class VerifyReplayer(VerifyObserver):
     def batch(self, engine: VerifyEngine, inputs: Any, count: float) -> tuple[Any, float]:
         if not self._calls:
             self._begin(engine)
-        counted = [(int(replica), *told) for replica, *told in self._told["calls"][self._calls] if told[0]]
+        counted = [
+            (int(replica), *recorded) for replica, *recorded in self._recorded["calls"][self._calls] if recorded[0]
+        ]
         paths = [self.question.file(f"batch-{self._calls}-{replica}.safetensors") for replica, *_ in counted]
         batches = [on_device(read_batch(path), engine.world.device) for path in paths]
         self._alike = self._alike and are_same_batches(batches)
@@ -182,7 +185,7 @@ class VerifyReplayer(VerifyObserver):
 
         weighed: True if the script has passed ``samples=`` for each batch
         """
-        apart, micro, self._counts = self._told["apart"], self._told["micro"], {}
+        apart, micro, self._counts = self._recorded["apart"], self._recorded["micro"], {}
         if not apart and micro == 1:
             whole = whole_batch(batches, inputs, self._gatherer.last)
             if whole is not None:
@@ -200,8 +203,8 @@ class VerifyReplayer(VerifyObserver):
         if strangers:
             self.question.refuse(
                 f"the script builds another model in one process: '{strangers[0]}' has shape "
-                f"{_shape(own.get(strangers[0]))} there and {_shape(initial.get(strangers[0]))} on the ranks; let it "
-                "not depend on their number"
+                f"{_shape(own.get(strangers[0]))} there and {_shape(initial.get(strangers[0]))} on the ranks; make "
+                "it independent of the number of ranks"
             )
         engine.model.load_state_dict(initial, strict=False)  # not strict: the file holds no non-tensor state
         floats = [name for name, value in engine.model.named_parameters() if value.is_floating_point()]
@@ -225,9 +228,9 @@ class VerifyReplayer(VerifyObserver):
         one_by_one = [draw for draws in self._draws for draw in draws] if pieces == len(self._draws) else []
         return RandomDrawMode(DrawReader([one_by_one], self._stray))
 
-    def loss(self, engine: VerifyEngine, tally: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
-        self._losses.append([float(tally.loss), count])
-        self._shares.append(share(float(tally.loss), count, self._counts))
+    def loss(self, engine: VerifyEngine, global_loss: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
+        self._losses.append([float(global_loss.loss), count])
+        self._shares.append(share(float(global_loss.loss), count, self._counts))
         if self._outputs is not None:
             self._found, self._outputs = dict(self._outputs.found()), None
 
@@ -252,7 +255,7 @@ class VerifyReplayer(VerifyObserver):
     @property
     def _loosely(self) -> bool:
         """True if the strategy is expected to change gradients but weights can still be compared."""
-        reasons = self._told["expected"]
+        reasons = self._recorded["expected"]
         return bool(reasons) and all(one["weights"] is not None for one in reasons)
 
     def _take_options(self, engine: VerifyEngine) -> None:
@@ -260,14 +263,16 @@ class VerifyReplayer(VerifyObserver):
 
         A script may compute such options from the number of ranks.
         """
-        for at, (theirs, own) in enumerate(zip(self._told["options"][len(self._steps)], engine.groups(), strict=False)):
+        for at, (theirs, own) in enumerate(
+            zip(self._recorded["options"][len(self._steps)], engine.groups(), strict=False)
+        ):
             for name, value in theirs.items():
                 if name in own and not isinstance(own[name], Tensor) and own[name] != value:
                     self._options = self._options or f"{name} of group {at} is {value} on the ranks, {own[name]} in one"
                     own[name] = value
 
     def rate(self, step: int, factor: float) -> float:
-        return float(self._told["rates"].get(str(step), 1.0))
+        return float(self._recorded["rates"].get(str(step), 1.0))
 
     def applied(self, engine: VerifyEngine) -> None:
         path = self.question.file(f"weights-{len(self._steps)}.safetensors")

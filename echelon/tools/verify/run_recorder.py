@@ -32,6 +32,7 @@ from echelon.tools.verify.unsharded_data import ALL_OF_IT
 from echelon.tools.verify.verify_request import VerifyRequest, leave
 
 if TYPE_CHECKING:
+    from echelon.distributed.world import World
     from echelon.tools.verify.verify_engine import VerifyEngine
 
 
@@ -71,9 +72,9 @@ class VerifyRecorder(VerifyObserver):
             self._intake = LoopInputMode(self._loop, self.question.wide)
             self._intake.open()
 
-    def loader(self, engine: VerifyEngine, loader: Loader) -> Loader:
+    def loader(self, world: World, loader: Loader) -> Loader:
         self._loaders += 1
-        samples = SampleWriter(self.question, self._loaders, engine.replica)
+        samples = SampleWriter(self.question, self._loaders, world.data_rank)
         return follow(loader, self._loop, self.question.wide, samples)
 
     def backward(self, engine: VerifyEngine, loss: Tensor) -> Tensor:
@@ -120,11 +121,11 @@ class VerifyRecorder(VerifyObserver):
             describe(inputs)
         except DataError as error:
             self.question.refuse(str(error))
-        at, mine = len(self._calls), engine.replica
+        at, own_share = len(self._calls), engine.replica
         if engine.speaks and count:
-            write_batch(self.question.file(f"batch-{at}-{mine}.safetensors"), inputs)
+            write_batch(self.question.file(f"batch-{at}-{own_share}.safetensors"), inputs)
         self._counts = denominators(inputs)
-        own = [mine, count, engine.weighed] if engine.speaks else None
+        own = [own_share, count, engine.weighed] if engine.speaks else None
         self._calls.append(sorted(one for one in gather_from_ranks(engine, own) if one))
         return inputs, count
 
@@ -136,14 +137,18 @@ class VerifyRecorder(VerifyObserver):
             stack.enter_context(RandomDrawMode(self._draws))
         return stack
 
-    def loss(self, engine: VerifyEngine, tally: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
+    def loss(self, engine: VerifyEngine, global_loss: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
         draws = self._draws.take()
         if engine.speaks and count:
             write_draws(self.question, len(self._calls) - 1, engine.replica, draws)
-        own = [float(tally.loss), count if engine.speaks else 0.0]
-        counted = count if isinstance(tally, PipelineGlobalLoss) else float(tally.count)
-        mine = [engine.replica, share(float(tally.local), counted, self._counts)] if engine.speaks and count else None
-        shares = dict(each for each in gather_from_ranks(engine, mine) if each)
+        own = [float(global_loss.loss), count if engine.speaks else 0.0]
+        counted = count if isinstance(global_loss, PipelineGlobalLoss) else float(global_loss.count)
+        own_share = (
+            [engine.replica, share(float(global_loss.local), counted, self._counts)]
+            if engine.speaks and count
+            else None
+        )
+        shares = dict(each for each in gather_from_ranks(engine, own_share) if each)
         self._passes.append([shares[replica] for replica in sorted(shares)])
         known = (
             gather_from_ranks(engine, own) if engine.steps_alone else [[own[0], sum(c for _, c, _ in self._calls[-1])]]
@@ -166,9 +171,9 @@ class VerifyRecorder(VerifyObserver):
 
     def applied(self, engine: VerifyEngine) -> None:
         self._store(engine, f"weights-{len(self._steps)}.safetensors", engine.whole_weights())
-        told = {"optimizer": self._updated, "shares": self._shares, "drift": self._drift(engine)}
-        told |= {"passes": self._passes}
-        self._steps.append({"loss": mean_loss(self._losses)[0], **told})
+        figures = {"optimizer": self._updated, "shares": self._shares, "drift": self._drift(engine)}
+        figures |= {"passes": self._passes}
+        self._steps.append({"loss": mean_loss(self._losses)[0], **figures})
         self._losses, self._passes = [], []
         if engine.world.rank == 0:
             self.question.note("steps", len(self._steps))

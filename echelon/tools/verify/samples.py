@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.data import Loader
 from echelon.data.collate import BatchCollator
 from echelon.data.seeding import preserve_global_rng
+from echelon.plan.operations import tensors_in
 from echelon.tools.verify.batches import on_device
 from echelon.tools.verify.float64 import to_float64
 from echelon.tools.verify.verify_request import VerifyRequest
@@ -109,18 +109,14 @@ class SampleReader:
 
 def is_passed_on(inputs: Any, gathered: GatheredBatch, batches: list[Any]) -> bool:
     """Return True if ``inputs`` is the gathered batch and each of ``batches`` is a replica's share of it, unchanged."""
-    own = {id(leaf) for leaf in _tensors(gathered.batch)}
-    if not all(id(leaf) in own for leaf in _tensors(inputs)) or len(batches) != len(gathered.shares):
+    own = {id(leaf) for leaf in tensors_in(gathered.batch)}
+    if not all(id(leaf) in own for leaf in tensors_in(inputs)) or len(batches) != len(gathered.shares):
         return False
     return all(
-        any(_equal(leaf, other) for other in _tensors(share))
+        any(_equal(leaf, other) for other in tensors_in(share))
         for batch, share in zip(batches, gathered.shares, strict=True)
-        for leaf in _tensors(batch)
+        for leaf in tensors_in(batch)
     )
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -217,39 +217,41 @@ class _RunComparison:
         self.outputs = {name: found for name, found in apart.items() if found is not None}
 
     def rows(self) -> Iterable[StepComparison]:
-        for at, (mine, one) in enumerate(self._steps()):
-            far = relative(mine["loss"], one["loss"])
+        for at, (planned, one) in enumerate(self._steps()):
+            far = relative(planned["loss"], one["loss"])
             gradient, weight = _largest(one["gradients"]), _largest(one["weights"])
-            yield StepComparison(at + 1, mine["loss"], one["loss"], far, gradient, weight, mine.get("optimizer", ""))
+            yield StepComparison(
+                at + 1, planned["loss"], one["loss"], far, gradient, weight, planned.get("optimizer", "")
+            )
 
     def parting(self, limits: VerifyTolerances) -> Divergence | None:
         """Return the first difference beyond ``limits``, in the order of computation, with its likely cause."""
         found = self._parting(limits)
         if found is None:
             return None
-        mine, one = list(self._steps())[found.step - 1]
+        planned, one = list(self._steps())[found.step - 1]
         noisy = bool(self._reference["unrest"] or self._plan.get("stray") or self._reference.get("stray"))
-        return replace(found, cause=likely_cause(mine, one, self._plan["replicas"], noisy=noisy))
+        return replace(found, cause=likely_cause(planned, one, self._plan["replicas"], noisy=noisy))
 
     def _parting(self, limits: VerifyTolerances) -> Divergence | None:
         for name, far in self.outputs.items():
             if not far <= limits.outputs:  # "not <=" is also true for NaN
                 return Divergence(1, "outputs", name, self._kind(name), far)
-        for at, (mine, one) in enumerate(self._steps()):
-            found = self._in_step(at, mine, one, limits)
+        for at, (planned, one) in enumerate(self._steps()):
+            found = self._in_step(at, planned, one, limits)
             if found is not None:
                 return found
         return None
 
     def _in_step(
-        self, at: int, mine: Mapping[str, Any], one: Mapping[str, Any], limits: VerifyTolerances
+        self, at: int, planned: Mapping[str, Any], one: Mapping[str, Any], limits: VerifyTolerances
     ) -> Divergence | None:
-        far = relative(mine["loss"], one["loss"])
+        far = relative(planned["loss"], one["loss"])
         if not far <= (limits.first_loss if at == 0 else limits.loss):
-            return Divergence(at + 1, "loss", "", "", far, _about_loss(mine))
+            return Divergence(at + 1, "loss", "", "", far, _about_loss(planned))
         return (
             self._beyond(at, "gradients", one["gradients"], limits.gradients)
-            or self._drifted(at, mine.get("drift"))
+            or self._drifted(at, planned.get("drift"))
             or self._beyond(at, "weights", one["weights"], limits.weights)
             or self._beyond(at, "moves", {name: (far, far) for name, far in one["moves"].items()}, limits.moves)
         )

@@ -34,9 +34,9 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
+def print_verdict(verdict: Verdict) -> None:
     """Print the table, the notes and the conclusion of a verdict."""
-    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(verdict))
     for line in (*notes(verdict), conclusion(verdict)):
         console.print(line, markup=False, soft_wrap=True)
@@ -88,7 +88,7 @@ def notes(verdict: Verdict) -> Iterator[str]:
     if verdict.unrest and not verdict.stray:
         yield (
             f"random numbers are in play: one process that computes a batch twice gets losses {size(verdict.unrest)} "
-            "apart; switch off what draws them (functional dropout, noise, sampling) to verify the rest"
+            "apart; switch off their source (functional dropout, noise, sampling) to verify the rest"
         )
     if verdict.status != "cannot tell":
         yield from verdict.doubts
@@ -99,12 +99,12 @@ def notes(verdict: Verdict) -> Iterator[str]:
         )
     if verdict.stray:
         yield (
-            f"random numbers are in play that each rank draws for itself: {', '.join(verdict.stray)}; switch off what "
-            "draws them to verify the rest"
+            f"random numbers are in play that each rank draws for itself: {', '.join(verdict.stray)}; switch off "
+            "their source to verify the rest"
         )
     if verdict.rounding and verdict.status == "same":
         few = _some(verdict.rounding, "parameter")
-        yield f"gradients of {few} are zero but for rounding, in part or whole; what they do to weights is left out"
+        yield f"gradients of {few} are zero but for rounding, in part or whole; their effect on weights is not compared"
     if verdict.options:
         yield f"the script gives one process other settings, and those of the ranks were taken: {verdict.options}"
     if verdict.passes > 1:
@@ -144,7 +144,7 @@ def parted(parting: Divergence) -> str:
         return f"{layers}the losses of step {parting.step} are {far} apart{hint}"
     if parting.what == "gradients":
         up_to = f"losses are the same up to step {parting.step}"
-        return f"{up_to}; in its backward the gradient of {where} parts first, by {far}{hint}"
+        return f"{up_to}; in its backward the gradient of {where} differs first, by {far}{hint}"
     up_to = f"gradients are the same up to step {parting.step}; its update"
     if parting.what == "replicas":
         return f"{up_to} leaves the replicas with different weights, {where} first{hint}"

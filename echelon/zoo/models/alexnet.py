@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from echelon.strategy.annotations.annotate import split
 from echelon.zoo import registry
-from echelon.zoo.entry import Request, Setting
-from echelon.zoo.models.image_entry import block_names, dropout_setting, image_model
+from echelon.zoo.entry import Request
+from echelon.zoo.models.image_entry import image_model, large_hidden
 
 
 class AlexNet(nn.Module):
@@ -43,28 +42,11 @@ registry.add(
         "alexnet",
         _build,
         about="five convolutions and large hidden layers (Krizhevsky 2014, torchvision's layers)",
-        settings=(
-            dropout_setting(0.5, "before each hidden layer"),
-            Setting(name="fc_size", default=4096, meaning="width of the two hidden layers"),
-        ),
         parameters=61_100_840,
-        counted={"num_classes": 1000},
         published="torchvision, alexnet",
-        defaults={
-            "batch_size": 128,
-            "optimizer": "momentum",
-            "learning_rate": 0.01,
-            "weight_decay": 0.0005,
-            "learning_rate_decay_factor": 0.1,
-            "num_epochs_per_decay": 30.0,
-            "num_epochs": 90,
-        },
-        recompute=("layers.*",),
-        cuts=(*block_names(5)[1:], "hidden"),
-        split={"hidden": split(), "head": split()},
-        strategy={"amp": "bf16", "fp16_allreduce": True},
         advice="its hidden layers are 96 % of the weights: gradients are large for the arithmetic, so 16 bits on the "
         "network, or split them ('--split model')",
         tiny={"image_size": 64, "fc_size": 64},
+        **large_hidden("before each hidden layer", batch_size=128, num_epochs=90),
     )
 )

@@ -6,6 +6,8 @@ every device whole heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,16 @@ LAYER_SPLIT: dict[str, Mark | list[Mark]] = {
     "*.mlp": Split(),
 }
 
+
+#: Defaults of common parameters that the text models share.
+TRANSFORMER_DEFAULTS: dict[str, Any] = {
+    "optimizer": "adamw",
+    "end_learning_rate": 0.0,
+    "decay_scheme": "luong5",
+    "warmup_steps": 100,
+    "weight_decay": 0.01,
+    "max_gradient_norm": 1.0,
+}
 
 PACK = Setting(
     name="pack",
@@ -76,10 +88,10 @@ def require_room(length: int, table: int, name: str) -> None:
         raise UsageError(f"max_seq_length {length} is more than the {table} positions there are; raise {name}")
 
 
-def draw_weights(model: nn.Module, std: float = 0.02) -> None:
+def draw_weights(model: nn.Module) -> None:
     """Initialize weights as BERT and GPT-2 do: normal weights, zero biases."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
+            nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

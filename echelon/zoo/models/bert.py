@@ -18,7 +18,15 @@ from echelon.nn import Bounds, Packed
 from echelon.strategy.annotations.marks import Split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
-from echelon.zoo.models.attention import LAYER_SPLIT, PACK, SelfAttention, draw_weights, places_of, require_room
+from echelon.zoo.models.attention import (
+    LAYER_SPLIT,
+    PACK,
+    TRANSFORMER_DEFAULTS,
+    SelfAttention,
+    draw_weights,
+    places_of,
+    require_room,
+)
 
 
 @dataclass(frozen=True)
@@ -217,16 +225,7 @@ def _settings(layers: int, hidden: int, heads: int) -> tuple[Setting, ...]:
     )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "optimizer": "adamw",
-    "opt_epsilon": 1e-6,
-    "learning_rate": 1e-4,
-    "end_learning_rate": 0.0,
-    "decay_scheme": "luong5",
-    "warmup_steps": 100,
-    "weight_decay": 0.01,
-    "max_gradient_norm": 1.0,
-}
+_DEFAULTS = TRANSFORMER_DEFAULTS | {"opt_epsilon": 1e-6, "learning_rate": 1e-4}
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from echelon.zoo import registry
 from echelon.zoo.entry import Request
-from echelon.zoo.models.image_entry import dropout_setting, image_model
+from echelon.zoo.models.image_entry import SMALL, dropout_setting, image_model
 
 
 class CifarNet(nn.Module):
@@ -58,20 +58,7 @@ registry.add(
         image_size=32,
         settings=(dropout_setting(0.5, "between the hidden layers"),),
         parameters=1_756_426,
-        counted={"num_classes": 10},
         published="the layers of TF-slim's cifarnet",
-        defaults={
-            "num_classes": 10,
-            "batch_size": 64,
-            "optimizer": "momentum",
-            "learning_rate": 0.05,
-            "learning_rate_decay_factor": 0.7,
-            "num_epochs_per_decay": 1.0,
-            "num_epochs": 10,
-        },
-        recompute=("layers.*",),
-        cuts=("layers.1", "hidden"),
-        strategy={},
-        advice="plain data parallelism: it is small",
+        **SMALL,
     )
 )

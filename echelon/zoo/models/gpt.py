@@ -11,7 +11,14 @@ from echelon.nn import Bounds, Packed
 from echelon.strategy.annotations.marks import Split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
-from echelon.zoo.models.attention import LAYER_SPLIT, SelfAttention, draw_weights, places_of, require_room
+from echelon.zoo.models.attention import (
+    LAYER_SPLIT,
+    TRANSFORMER_DEFAULTS,
+    SelfAttention,
+    draw_weights,
+    places_of,
+    require_room,
+)
 
 
 class GptLayer(nn.Module):
@@ -109,15 +116,7 @@ def _settings(
     )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "optimizer": "adamw",
-    "adam_beta2": 0.95,
-    "end_learning_rate": 0.0,
-    "decay_scheme": "luong5",
-    "warmup_steps": 100,
-    "weight_decay": 0.1,
-    "max_gradient_norm": 1.0,
-}
+_DEFAULTS = TRANSFORMER_DEFAULTS | {"adam_beta2": 0.95, "weight_decay": 0.1}
 
 _TINY: dict[str, Any] = {
     "vocab_size": 64,

@@ -247,6 +247,30 @@ def _initialize(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
+# ---- blocks of several networks ----
+
+HALVE = MaxPool(3, stride=2)
+ROW, COLUMN = (1, 7), (7, 1)
+
+
+def large_to_middle(first: int, second: int, third: int) -> Fork:
+    """Return the block from feature maps of 35 x 35 to 17 x 17."""
+    return Fork(
+        Conv(384, 3, stride=2, padded=False),
+        (Conv(first), Conv(second, 3), Conv(third, 3, stride=2, padded=False)),
+        HALVE,
+    )
+
+
+def middle_to_small(plain: int, first: int, second: int) -> Fork:
+    """Return the block from feature maps of 17 x 17 to 8 x 8."""
+    return Fork(
+        (Conv(192), Conv(plain, 3, stride=2, padded=False)),
+        (Conv(first), Conv(first, ROW), Conv(second, COLUMN), Conv(second, 3, stride=2, padded=False)),
+        HALVE,
+    )
+
+
 def inception(name: str, plan: InceptionSpec, image_size: int, **entry: Any) -> Model:
     """Return the entry of the network that ``plan`` describes."""
     auxiliary = Setting(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from echelon.zoo import registry
+from echelon.zoo.models import inception_v3
 from echelon.zoo.models.inception_blocks import (
+    HALVE,
     AveragePool,
     Conv,
     Fork,
     InceptionSpec,
-    MaxPool,
     Residual,
     inception,
+    large_to_middle,
 )
-
-HALVE = MaxPool(3, stride=2)
 
 
 def _first() -> Fork:
@@ -29,14 +29,6 @@ def _large() -> Residual:
     """Return a block for feature maps of 35 x 35."""
     branches = Fork(Conv(32), (Conv(32), Conv(32, 3)), (Conv(32), Conv(48, 3), Conv(64, 3)))
     return Residual(branches, scale=0.17)
-
-
-def _from_large_to_middle() -> Fork:
-    return Fork(
-        Conv(384, 3, stride=2, padded=False),
-        (Conv(256), Conv(256, 3), Conv(384, 3, stride=2, padded=False)),
-        HALVE,
-    )
 
 
 def _middle() -> Residual:
@@ -59,19 +51,11 @@ def _small(scale: float = 0.2, *, rectified: bool = True) -> Residual:
 
 
 PLAN = InceptionSpec(
-    stem=(
-        Conv(32, 3, stride=2, padded=False),
-        Conv(32, 3, padded=False),
-        Conv(64, 3),
-        HALVE,
-        Conv(80),
-        Conv(192, 3, padded=False),
-        HALVE,
-    ),
+    stem=inception_v3.PLAN.stem,
     blocks=(
         _first(),
         *(_large() for _ in range(10)),
-        _from_large_to_middle(),
+        large_to_middle(256, 256, 384),
         *(_middle() for _ in range(20)),
         _from_middle_to_small(),
         *(_small() for _ in range(9)),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from echelon.zoo import registry
 from echelon.zoo.models.inception_blocks import (
+    COLUMN,
+    HALVE,
+    ROW,
     AveragePool,
     Conv,
     Fork,
     InceptionSpec,
-    MaxPool,
     inception,
+    large_to_middle,
+    middle_to_small,
 )
 
 AVERAGE = AveragePool(zeros_count=True)  # as in torchvision; slim does not count the padding
-HALVE = MaxPool(3, stride=2)
-ROW, COLUMN = (1, 7), (7, 1)
 
 
 def _large(pool: int) -> Fork:
@@ -27,14 +29,6 @@ def _large(pool: int) -> Fork:
     )
 
 
-def _from_large_to_middle() -> Fork:
-    return Fork(
-        Conv(384, 3, stride=2, padded=False),
-        (Conv(64), Conv(96, 3), Conv(96, 3, stride=2, padded=False)),
-        HALVE,
-    )
-
-
 def _middle(inner: int) -> Fork:
     """Return a block for feature maps of 17 x 17."""
     return Fork(
@@ -42,14 +36,6 @@ def _middle(inner: int) -> Fork:
         (Conv(inner), Conv(inner, ROW), Conv(192, COLUMN)),
         (Conv(inner), Conv(inner, COLUMN), Conv(inner, ROW), Conv(inner, COLUMN), Conv(192, ROW)),
         (AVERAGE, Conv(192)),
-    )
-
-
-def _from_middle_to_small() -> Fork:
-    return Fork(
-        (Conv(192), Conv(320, 3, stride=2, padded=False)),
-        (Conv(192), Conv(192, ROW), Conv(192, COLUMN), Conv(192, 3, stride=2, padded=False)),
-        HALVE,
     )
 
 
@@ -73,12 +59,12 @@ PLAN = InceptionSpec(
         _large(32),
         _large(64),
         _large(64),
-        _from_large_to_middle(),
+        large_to_middle(64, 96, 96),
         _middle(128),
         _middle(160),
         _middle(160),
         _middle(192),
-        _from_middle_to_small(),
+        middle_to_small(320, 192, 192),
         _small(),
         _small(),
     ),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from echelon.zoo import registry
 from echelon.zoo.models.inception_blocks import (
+    COLUMN,
+    HALVE,
+    ROW,
     AveragePool,
     Conv,
     Fork,
     InceptionSpec,
-    MaxPool,
     inception,
+    large_to_middle,
+    middle_to_small,
 )
 
 AVERAGE = AveragePool()
-HALVE = MaxPool(3, stride=2)
-ROW, COLUMN = (1, 7), (7, 1)
 
 
 def _large() -> Fork:
@@ -27,14 +29,6 @@ def _large() -> Fork:
     )
 
 
-def _from_large_to_middle() -> Fork:
-    return Fork(
-        Conv(384, 3, stride=2, padded=False),
-        (Conv(192), Conv(224, 3), Conv(256, 3, stride=2, padded=False)),
-        HALVE,
-    )
-
-
 def _middle() -> Fork:
     """Return a block for feature maps of 17 x 17."""
     return Fork(
@@ -42,14 +36,6 @@ def _middle() -> Fork:
         (Conv(192), Conv(224, ROW), Conv(256, COLUMN)),
         (Conv(192), Conv(192, COLUMN), Conv(224, ROW), Conv(224, COLUMN), Conv(256, ROW)),
         (AVERAGE, Conv(128)),
-    )
-
-
-def _from_middle_to_small() -> Fork:
-    return Fork(
-        (Conv(192), Conv(192, 3, stride=2, padded=False)),
-        (Conv(256), Conv(256, ROW), Conv(320, COLUMN), Conv(320, 3, stride=2, padded=False)),
-        HALVE,
     )
 
 
@@ -78,9 +64,9 @@ PLAN = InceptionSpec(
     ),
     blocks=(
         *(_large() for _ in range(4)),
-        _from_large_to_middle(),
+        large_to_middle(192, 224, 256),
         *(_middle() for _ in range(7)),
-        _from_middle_to_small(),
+        middle_to_small(192, 256, 320),
         *(_small() for _ in range(3)),
     ),
     smallest=75,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.zoo import registry
 from echelon.zoo.entry import Request
-from echelon.zoo.models.image_entry import dropout_setting, image_model
+from echelon.zoo.models.image_entry import SMALL, dropout_setting, image_model
 
 
 class LeNet(nn.Module):
@@ -44,20 +44,7 @@ registry.add(
         channels=1,
         settings=(dropout_setting(0.5, "before the head"),),
         parameters=3_274_634,
-        counted={"num_classes": 10},
         published="the layers of TF-slim's lenet",
-        defaults={
-            "num_classes": 10,
-            "batch_size": 64,
-            "optimizer": "momentum",
-            "learning_rate": 0.05,
-            "learning_rate_decay_factor": 0.7,
-            "num_epochs_per_decay": 1.0,
-            "num_epochs": 10,
-        },
-        recompute=("layers.*",),
-        cuts=("layers.1", "hidden"),
-        strategy={},
-        advice="plain data parallelism: it is small",
+        **SMALL,
     )
 )

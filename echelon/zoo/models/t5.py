@@ -17,7 +17,7 @@ from echelon.nn import MoE
 from echelon.strategy.annotations.marks import Mark, Replicate, Split
 from echelon.zoo import registry
 from echelon.zoo.entry import Model, Request, Setting
-from echelon.zoo.models.attention import LAYER_SPLIT
+from echelon.zoo.models.attention import LAYER_SPLIT, TRANSFORMER_DEFAULTS
 
 BUCKETS, FAR = 32, 128  #: number of distance buckets; all distances beyond FAR share one
 HIDDEN = -1e4  #: value of a masked score: its exponential is 0 in any precision, and fp16 can represent it
@@ -263,16 +263,6 @@ def _settings(layers: int, hidden: int, heads: int, inner: int, experts: int) ->
     )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "optimizer": "adamw",
-    "learning_rate": 1e-3,
-    "end_learning_rate": 0.0,
-    "decay_scheme": "luong5",
-    "warmup_steps": 100,
-    "weight_decay": 0.01,
-    "max_gradient_norm": 1.0,
-}
-
 _TINY: dict[str, Any] = {
     "vocab_size": 64,
     "max_seq_length": 12,
@@ -305,7 +295,7 @@ def _add(name: str, layers: int, hidden: int, heads: int, inner: int, *, experts
             build=build,
             tasks={"pretrain": ("translate",), "finetune": ("translate",)},
             settings=_settings(layers, hidden, heads, inner, experts),
-            defaults=_DEFAULTS,
+            defaults=TRANSFORMER_DEFAULTS | {"learning_rate": 1e-3},
             recompute=("encoder.*", "decoder.*"),
             cuts=tuple(stacks),
             split=_EXPERT_SPLIT if experts else _SPLIT,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from echelon.strategy.annotations.annotate import split
 from echelon.zoo import registry
-from echelon.zoo.entry import Model, Request, Setting
+from echelon.zoo.entry import Model, Request
 from echelon.zoo.models.convolution import draw_convolutions
-from echelon.zoo.models.image_entry import block_names, dropout_setting, image_model
+from echelon.zoo.models.image_entry import image_model, large_hidden
 
 WIDTHS = (64, 128, 256, 512, 512)
 
@@ -64,29 +63,12 @@ def _entry(depth: int) -> Model:
         f"vgg_{depth}",
         build,
         about=f"{depth} layers of 3 x 3 convolutions and large hidden layers (Simonyan and Zisserman 2014)",
-        settings=(
-            dropout_setting(0.5, "after each hidden layer"),
-            Setting(name="fc_size", default=4096, meaning="width of the two hidden layers"),
-        ),
         parameters=PARAMETERS[depth],
-        counted={"num_classes": 1000},
         published=f"torchvision, vgg{depth}",
-        defaults={
-            "batch_size": 64,
-            "optimizer": "momentum",
-            "learning_rate": 0.01,
-            "weight_decay": 0.0005,
-            "learning_rate_decay_factor": 0.1,
-            "num_epochs_per_decay": 30.0,
-            "num_epochs": 74,
-        },
-        recompute=("layers.*",),
-        cuts=(*block_names(5)[1:], "hidden"),
-        split={"hidden": split(), "head": split()},
-        strategy={"amp": "bf16", "fp16_allreduce": True},
         advice="its hidden layers are most of the weights: gradients are large, so 16 bits on the network, or split "
         "them ('--split model')",
         tiny={"image_size": 32, "fc_size": 64},
+        **large_hidden("after each hidden layer", batch_size=64, num_epochs=74),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from echelon.strategy import strategy_files
 from echelon.strategy.command_line import put
 from echelon.zoo import registry
 from echelon.zoo.entry import OWN_RUNNER, Data, Dataset, Model, Request, Setting
+from echelon.zoo.entry_names import DATASETS, MODELS
 from echelon.zoo.train.parameters import PARAMETERS
 from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, TrainArguments
 
@@ -75,7 +76,7 @@ class TrainConfig:
         """Return a copy with another value of a parameter, of the same origin."""
         return replace(self, values={**self.values, name: ResolvedValue(value, self.values[name].origin)})
 
-    def told(self, data: Data) -> TrainConfig:
+    def with_data(self, data: Data) -> TrainConfig:
         """Return a copy with the facts of the data set; raise UsageError if one differs from a value of the user."""
         values = dict(self.values)
         for name, fact in data.facts.items():
@@ -165,13 +166,28 @@ def _chosen(flags: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[Model
     if runner is not None and runner not in registry.RUNNERS:
         raise UsageError(f"there is no runner '{runner}'{nearest(str(runner), registry.RUNNERS)}")
     default = registry.RUNNERS[runner] if runner else _common()["model_name"].default
-    model = registry.model(str(asked("model_name") or default))
+    model_name = str(asked("model_name") or default)
+    dataset_name = str(asked("dataset_name") or _common()["dataset_name"].default)
+    _require_names([*written, *flags], model_name, dataset_name)
+    model = registry.model(model_name)
     if runner is not None and model.runner not in (runner, OWN_RUNNER):
         raise UsageError(
             f"--runner_name {runner} has no model '{model.name}', which is of runner '{model.runner}'; "
             "leave --runner_name out, the model's name is enough"
         )
-    return model, registry.dataset(str(asked("dataset_name") or _common()["dataset_name"].default))
+    return model, registry.dataset(dataset_name)
+
+
+def _require_names(names: Collection[str], model: str, dataset: str) -> None:
+    """Raise UsageError for a misspelt common parameter before the registry imports the models, and with them torch."""
+    common = _common().keys()
+    if model not in MODELS or dataset not in DATASETS or common >= set(names):
+        return
+    known = common | registry.setting_names()
+    for name in names:
+        near = nearest(name, common)
+        if name not in known and near == nearest(name, known):  # no parameter of any model or data set is nearer
+            raise _unknown(name, model, dataset, near)
 
 
 def _common() -> dict[str, Setting]:
@@ -185,9 +201,7 @@ def _settings(model: Model, dataset: Dataset) -> dict[str, Setting]:
 
 def _typed(settings: Mapping[str, Setting], name: str, given: Any, model: Model, dataset: Dataset) -> Any:
     if name not in settings:
-        raise UsageError(
-            f"there is no parameter '{name}' for {model.name} on '{dataset.name}'{nearest(name, settings)}"
-        )
+        raise _unknown(name, model.name, dataset.name, nearest(name, settings))
     kind = settings[name].type
     tried = [given] if not isinstance(given, str) else [_parsed(given, name), given]
     if kind is list and isinstance(given, str):
@@ -198,6 +212,10 @@ def _typed(settings: Mapping[str, Setting], name: str, given: Any, model: Model,
     if fits(str(given), kind):  # a number for a text parameter, such as loss_scale: 128 in a file
         return str(given)
     raise UsageError(f"--{name} {given}: expected {describe(kind)}")
+
+
+def _unknown(name: str, model: str, dataset: str, near: str) -> UsageError:
+    return UsageError(f"there is no parameter '{name}' for {model} on '{dataset}'{near}")
 
 
 def _parsed(text: str, name: str) -> Any:

@@ -18,6 +18,7 @@ import echelon
 from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.data import Loader
+from echelon.engine.engine import context_of
 from echelon.zoo.application import let_arrive, open_data, train_loader
 from echelon.zoo.entry import Request
 from echelon.zoo.tasks import TASKS, loss_of
@@ -67,7 +68,7 @@ class TrainingRun:
         return min(limit, whole) if limit and whole else limit or whole
 
     def say(self, line: str) -> None:
-        self.engine.say(line)
+        context_of(self.engine).say(line)
 
     def stop(self, reason: str) -> None:
         """Stop the run after this step; all ranks must call this at the same step."""
@@ -171,7 +172,7 @@ class TrainingRun:
             checkpoint=self._checkpoint(),
             log=self._log(),
         )
-        self.engine.record.settings(recorded_settings(self.resolved))
+        context_of(self.engine).record.settings(recorded_settings(self.resolved))
         for line in (*news, *notices, *overruled_decay(self.resolved)):
             self.say(line)
 
@@ -191,7 +192,7 @@ class TrainingRun:
         if self.request["print_model_statistics"]:
             rows = getattr(self.data.train, "padded", self.data.train)  # a packed batch of two is mostly padding
             batch = next(iter(Loader(rows, batch_size=2, shuffle=False, **self.data.loader)))
-            found = statistics(self.model, batch, self.request["optimizer"], self.request["batch_size"])
+            found = statistics(self.model, batch, make_optimizer(self.model, self.request), self.request["batch_size"])
             print(show(found), flush=True)
 
     def _checkpoint(self) -> echelon.Checkpoint:

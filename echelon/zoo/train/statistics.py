@@ -23,23 +23,10 @@ from echelon.plan.operations import OperationMode, tensors_in
 from echelon.plan.saved_bytes import SavedBytes, forget
 from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.planner.profiling.kernel_costs import TracedOperation, kind_of, launches_of
+from echelon.planner.profiling.optimizer_state import Known, kept_after_step, owners
 
 #: Number of samples of a pass. It is an odd prime, so a dimension that is a multiple of it is most likely the batch.
 SAMPLES = 3
-
-#: Number of state tensors per parameter of an optimizer, with the defaults of ``echelon train``.
-STATES = {
-    "sgd": 0,
-    "momentum": 1,
-    "lars": 1,
-    "adagrad": 1,
-    "rmsprop": 2,
-    "adadelta": 2,
-    "adam": 2,
-    "adamw": 2,
-    "lamb": 2,
-    "ftrl": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -86,12 +73,12 @@ class ModelStatistics:
 
 
 def statistics(
-    model: nn.Module, batch: Any, optimizer: str | None = None, samples: int | None = None
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None, samples: int | None = None
 ) -> ModelStatistics:
     """Return the statistics of a model, which may be on the meta device and is not changed.
 
     batch:     batch of a task, with the target last
-    optimizer: name as in ``--optimizer``, for the size of its state
+    optimizer: optimizer of the model, for the size of its state
     samples:   number of samples of the batch whose memory is predicted; default that of ``batch``
     """
     reason = ""
@@ -106,7 +93,6 @@ def statistics(
     rows = tuple(_rows(model, seen))
     trained = [value for value in model.parameters() if value.requires_grad]
     gradients = sum(map(_bytes, trained))
-    states = STATES.get(optimizer or "")
     return ModelStatistics(
         rows=rows,
         parameters=sum(row.parameters for row in rows),
@@ -114,7 +100,7 @@ def statistics(
         multiply_adds=None if seen is None else sum(row.multiply_adds or 0 for row in rows),
         weights=sum(map(_bytes, (*model.parameters(), *model.buffers()))),
         gradients=gradients,
-        state=None if states is None else states * gradients,
+        state=None if optimizer is None else _state_bytes(optimizer, trained),
         activations=kept,
         samples=samples or given,
         reason=reason,
@@ -228,6 +214,13 @@ def _rows(model: nn.Module, seen: _ModuleCounts | None) -> Iterator[LayerStatist
             yield LayerStatistics(name or "(model)", type(module).__name__, shape, sum(fresh.values()), own)
 
 
+def _state_bytes(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of the optimizer's state for these parameters; step counts do not count."""
+    owned, known = owners(optimizer), Known()
+    kept = (each for one in trained for each in kept_after_step(*owned[id(one)], one.shape, one.dtype, known))
+    return sum(_bytes(each) for each in kept if each.dim())
+
+
 def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
@@ -259,7 +252,7 @@ def _sums(found: ModelStatistics) -> Iterator[str]:
     frozen = found.parameters - found.trained
     yield f"parameters: {found.parameters:,}" + (f", of which {frozen:,} are not trained" if frozen else "")
     if found.multiply_adds is None:
-        yield f"multiply-adds: not known, since the model does not run on placeholders ({found.reason})"
+        yield f"multiply-adds: not known, since the model does not run on fake tensors ({found.reason})"
     else:
         yield f"multiply-adds: {count(found.multiply_adds)} a sample, forward"
     yield "memory: " + ", ".join(f"{name} {size(part)}" for name, part in _memory(found).items())

@@ -29,7 +29,7 @@ def asked_strategy(resolved: TrainConfig) -> Strategy:
     }
     named = next((flag for flag, is_on in cutting.items() if is_on), None)
     if resolved["compile"] and named:  # a compiled model is one graph, whose layers cannot be separated
-        raise UsageError(f"--compile does not go with {named}, which takes the model apart; leave one of them out")
+        raise UsageError(f"--compile does not go with {named}, which divides the model; leave one of them out")
     return asked
 
 
@@ -37,7 +37,7 @@ def _values(resolved: TrainConfig) -> dict[str, Any]:
     values = dict(resolved.strategy)
     if resolved["max_gradient_norm"] is not None and not _is_only_advised(resolved):
         if "clip" in values:
-            raise UsageError("--max_gradient_norm and --clip are one thing; give one of them")
+            raise UsageError("--max_gradient_norm and --clip set the same value; give one of them")
         values["clip"] = resolved["max_gradient_norm"]
     if not resolved["use_fp16"]:
         values.setdefault("amp", False)  # if unset, bf16 is the default on a GPU
@@ -63,7 +63,7 @@ def _scaled(amp: Any, scale: str) -> dict[str, Any]:
     """Return the settings of amp with ``--loss_scale``."""
     settings = dict(amp) if isinstance(amp, Mapping) else {"dtype": amp}
     if settings.get("loss_scale") is not None:
-        raise UsageError("--loss_scale and --amp.loss_scale are one thing; give one of them")
+        raise UsageError("--loss_scale and --amp.loss_scale set the same value; give one of them")
     return {**settings, "loss_scale": scale if scale == "dynamic" else float(scale)}
 
 
@@ -87,11 +87,11 @@ def _made(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[s
     values, notices = _values(resolved), list[str]()
     asked = asked_strategy(resolved)
     if resolved["max_gradient_norm"] is not None and asked.clip is None:
-        notices.append(f"max_gradient_norm {resolved['max_gradient_norm']} is left out: a plan says all about a step")
+        notices.append(f"max_gradient_norm {resolved['max_gradient_norm']} is ignored: the plan decides about clipping")
     if not resolved["use_fp16"] or "amp" in values or PLAN in os.environ:
         return asked, notices
     if device.type != "cuda":
-        notices.append("use_fp16 is for GPUs and is left out on this CPU; --amp bf16 asks for 16 bits here too")
+        notices.append("use_fp16 is for GPUs and is ignored on this CPU; --amp bf16 gives 16 bits here too")
         return asked, notices
     if asked.auto is not None:
         values["auto"] = _allowing_amp(values["auto"])
@@ -99,7 +99,7 @@ def _made(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[s
     try:
         return Strategy.from_dict({**values, "amp": _sixteen_bits(resolved["loss_scale"])}), notices
     except UsageError as error:
-        notices.append(f"use_fp16 is left out: {error}")
+        notices.append(f"use_fp16 is ignored: {error}")
         return asked, notices
 
 
@@ -113,6 +113,6 @@ def _sixteen_bits(loss_scale: str) -> Any:
 
 
 def _allowing_amp(auto: Any) -> dict[str, Any]:
-    settings = dict(auto) if isinstance(auto, Mapping) else {"measure": auto == "measure"}
+    settings: dict[str, Any] = dict(auto) if isinstance(auto, Mapping) else {"measure": auto == "measure" or None}
     allowed = settings.get("allow", [])
     return {**settings, "allow": [*allowed, *([] if "amp" in allowed else ["amp"])]}

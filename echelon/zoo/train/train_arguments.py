@@ -44,7 +44,7 @@ def sort_words(words: Sequence[str], of_launcher: Mapping[str, bool]) -> TrainAr
         value: str | bool = text if given else True
         if not given and rest and not _is_name(rest[0]) and of_launcher.get(name, True):
             value = rest.pop(0)
-        _put(_drawer(sorted_words, name, of_launcher), name, value)
+        _put(_target_of(sorted_words, name, of_launcher), name, value)
     return sorted_words
 
 
@@ -52,16 +52,16 @@ def _is_name(word: str) -> bool:
     return word.startswith("--") and len(word) > 2  # a negative number begins with one dash
 
 
-def _drawer(words: TrainArguments, name: str, of_launcher: Collection[str]) -> dict[str, str | bool]:
+def _target_of(words: TrainArguments, name: str, of_launcher: Collection[str]) -> dict[str, str | bool]:
     if name in of_launcher:
         return words.launch
     return words.strategy if name.partition(".")[0] in STRATEGY_OPTIONS else words.run
 
 
-def _put(drawer: dict[str, Any], name: str, value: str | bool) -> None:
-    if name in drawer and drawer[name] != value:
-        raise UsageError(f"--{name} is given twice, as {drawer[name]} and {value}; keep one")
-    drawer[name] = value
+def _put(target: dict[str, Any], name: str, value: str | bool) -> None:
+    if name in target and target[name] != value:
+        raise UsageError(f"--{name} is given twice, as {target[name]} and {value}; keep one")
+    target[name] = value
 
 
 def _word(name: str, value: str | bool) -> str:

@@ -17,7 +17,7 @@ def unused_loss_scale(resolved: TrainConfig, strategy: Strategy) -> Iterator[str
     if not resolved.is_user_set("loss_scale") or (scale != "dynamic" and float(scale) == 1):
         return
     if strategy.auto is not None:
-        yield f"loss_scale: a plan says all about a step, so {scale} is not used; --amp fp16 without a plan uses it"
+        yield f"loss_scale: the plan decides about amp, so {scale} is not used; --amp fp16 without a plan uses it"
     elif amp is None:
         yield f"loss_scale: this run computes in 32 bits, so {scale} is not used; --amp fp16 uses it"
     elif amp.dtype == "bf16":

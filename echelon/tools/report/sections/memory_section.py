@@ -55,7 +55,7 @@ class MemorySection:
     notes: tuple[str, ...] = ()
 
 
-def holding(run: Run) -> MemorySection | None:
+def make_memory_section(run: Run) -> MemorySection | None:
     footprint = run.memory
     bars = [each for each in (_footprint(footprint), _peaks(run), _predicted(run)) if each is not None]
     modules, savings = _modules(footprint), _savings(footprint)

@@ -62,7 +62,7 @@ def _title(run: Run) -> str:
 def _lines(run: Run) -> Iterator[str]:
     facts = run.facts
     if facts is None:
-        yield "The run has not said what it consists of (no run.json): what there is comes from its other files."
+        yield "The run has no run.json; this page is made from its other files."
         return
     yield f"{_model(facts)}on {_machines(facts)}"
     again = f", restarted {_times(facts.attempt)}" if facts.attempt else ""
@@ -107,7 +107,7 @@ def status(run: Run, now: float) -> OverviewStatus:
         return OverviewStatus("silent", "nothing written yet")
     if now - seen <= max(QUIET, QUIET_RECORDS * _interval(run)):
         return OverviewStatus("running", "running")
-    return OverviewStatus("silent", f"nothing written since {moment(seen)}, and no end: killed, or it stands still")
+    return OverviewStatus("silent", f"nothing written since {moment(seen)}: it was killed, or has stalled")
 
 
 def _nothing_after(run: Run, then: float) -> bool:

@@ -10,13 +10,13 @@ from echelon.observability.runlog.run_reader import PHASES
 MEANING = {
     "data": "between two steps: waiting for the next batch, and the rest of the training loop",
     "forward": "the model, from batch to loss",
-    "backward": "gradients, and what of their exchange it hides",
+    "backward": "gradients, and the part of their exchange that it hides",
     "communicate": "the exchange that backward does not hide",
     "update": "the optimizer",
     "waiting": "for other ranks, and for parameter servers",
 }
 #: Meaning of backward if it includes forward: micro-batches alternate the two, and a CUDA graph contains both.
-BOTH = "forward and backward, waits for other stages, and what of the exchange is hidden"
+BOTH = "forward and backward, waits for other stages, and the hidden part of the exchange"
 #: Phases to subtract waiting time from, in order: the communication phase first, then phases with pipeline messages.
 WAITS_IN = ("communicate", "backward", "forward", "update", "data")
 #: The same for runs with parameter servers, by the phases in which workers pull and push.
@@ -32,15 +32,15 @@ def mean_phases(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {phase: fmean(record.get(phase, 0.0) for record in counted) for phase in PHASES} if counted else {}
 
 
-def without_waits(phases: Mapping[str, float], waited: float, served: bool = False) -> dict[str, float]:
+def without_waits(phases: Mapping[str, float], waited: float, has_servers: bool = False) -> dict[str, float]:
     """Return the phases with ``waiting`` as a separate part, subtracted from the other parts.
 
     phases: milliseconds by phase
     waited: milliseconds of waiting
-    served: True if the run has parameter servers; default False
+    has_servers: True if the run has parameter servers; default False
     """
     found, left = dict(phases), waited
-    for phase in WAITS_FOR_SERVERS_IN if served else WAITS_IN:
+    for phase in WAITS_FOR_SERVERS_IN if has_servers else WAITS_IN:
         taken = min(left, found.get(phase, 0.0))
         found[phase] = found.get(phase, 0.0) - taken
         left -= taken

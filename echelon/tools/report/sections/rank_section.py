@@ -53,7 +53,7 @@ def ranks(run: Run) -> RankSection | None:
     there = _present(run)
     if not there:
         return None
-    phases = {rank: _phases(steps, served=bool(run.servers)) for rank, steps in there.items()}
+    phases = {rank: _phases(steps, has_servers=bool(run.servers)) for rank, steps in there.items()}
     widest = max(sum(each.values()) for each in phases.values())
     hosts = {each.rank: each.host for each in run.facts.ranks} if run.facts else {}
     found = [
@@ -88,10 +88,10 @@ def _present(run: Run) -> dict[int, Sequence[RankStepRecord]]:
     return newest if newest and all(newest.values()) else now
 
 
-def _phases(steps: Sequence[RankStepRecord], served: bool) -> dict[str, float]:
+def _phases(steps: Sequence[RankStepRecord], has_servers: bool) -> dict[str, float]:
     counted = steps[1:] or steps
     waited = fmean(each.waited or 0.0 for each in counted)
-    return without_waits(mean_phases([each.phases for each in steps]), waited, served)
+    return without_waits(mean_phases([each.phases for each in steps]), waited, has_servers)
 
 
 def slowest_of(found: Sequence[RankTiming]) -> RankTiming | None:
@@ -104,7 +104,7 @@ def slowest_of(found: Sequence[RankTiming]) -> RankTiming | None:
 
 def verdict(found: Sequence[RankTiming], slowest: RankTiming | None) -> str:
     if slowest is None:
-        return "One rank: there is nobody to compare it with."
+        return "One rank: there is no other to compare it with."
     middle = median(each.own for each in found if each is not slowest)
     over = slowest.own / middle - 1 if middle > 0 else 0.0
     where = f" ({slowest.host})" if slowest.host else ""

@@ -64,9 +64,9 @@ def classify_text(request: Request) -> Data:
     def make(draw: Draw, count: int) -> LabelledRows:
         labels = draw.randint(0, classes, count).astype(np.int64)
         text = FIRST_WORD + draw.randint(0, words - 2 * digits, (count, room))
-        told = draw.rand(count, room)
-        text = np.where(told < 0.2, signal + (labels // digits)[:, None], text)
-        text = np.where(told > 0.8, signal + (digits + labels % digits)[:, None], text)
+        chance = draw.rand(count, room)
+        text = np.where(chance < 0.2, signal + (labels // digits)[:, None], text)
+        text = np.where(chance > 0.8, signal + (digits + labels % digits)[:, None], text)
         text[:, 0], text[:, 1] = signal + labels // digits, signal + digits + labels % digits
         spans = np.stack([np.arange(count) * room, np.full(count, room), *np.zeros((2, count), np.int64)], 1)
         return LabelledRows(_rows(text, spans, length), labels)

@@ -105,7 +105,7 @@ def _not_packed(data: Data, request: Request, planned: bool) -> str:
         if request.get(name, 1) != 1:
             return f"a packed row is not cut for --{name}"
     if planned:
-        return "a plan that is found may cut what cannot be cut in a packed row"
+        return "auto may choose a plan that cuts rows, and packed rows cannot be cut"
     if request.task == "answer_span":
         return "padding takes part in the choice of an answer's span"
     if not isinstance(data.train, MaskedRows | LabelledRows | PackedDocuments):

@@ -94,9 +94,9 @@ class EarlyStopHook(Hook):
     def begin(self, run: HookContext) -> None:
         self._patience: int = run.request["early_stop_patience"]
         if self._patience < 1:
-            raise UsageError(f"--early_stop_patience {self._patience} would never train; give 1 or more")
+            raise UsageError(f"--early_stop_patience {self._patience}: expected 1 or more")
         if not steps_of(run.request, "eval_every_n_iters"):
-            raise UsageError("it stops by evaluations, and there are none; give --eval_every_n_iters N")
+            raise UsageError("EarlyStopHook needs evaluations, and there are none; give --eval_every_n_iters N")
         self._stop_in_time(run)
 
     def after_evaluation(self, run: HookContext, results: dict[str, float]) -> None:

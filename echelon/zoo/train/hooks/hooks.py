@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from echelon.base.errors import EchelonError, UsageError, nearest
-from echelon.base.object_path import callable_at
+from echelon.base.object_path import callable_at, user_code
 from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.observability.metrics import Log
 from echelon.zoo.entry import Request
@@ -130,13 +130,8 @@ def _made(name: str) -> Hook:
     if ":" not in name:
         raise UsageError(f"--hooks: there is no hook '{name}'{nearest(name, HOOKS)}; others as package.module:Class")
     make = callable_at(name, "--hooks")
-    try:
+    with user_code("--hooks", name, "; a hook is made without arguments"):
         hook = make()
-    except EchelonError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"--hooks '{name}' failed with {reason}; a hook is made without arguments") from error
     if not isinstance(hook, Hook):
         raise UsageError(f"--hooks '{name}' gave {type(hook).__name__}; it must be an echelon.zoo.train.hooks.Hook")
     return hook

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from echelon.base.errors import UsageError
+from echelon.engine.engine import view_of
 from echelon.observability.trace.trace_files import FOLDER
 from echelon.observability.trace.trace_session import TraceSession
 from echelon.zoo.train.hooks.hook import Hook, HookContext, steps_of
@@ -40,7 +41,7 @@ class ProfilerHook(Hook):
 
     def end(self, run: HookContext) -> None:
         if self._recording is not None:
-            self._recording.close(run.engine)
+            self._recording.close(view_of(run.engine))
         if self._running is not None:  # the run ended before the step was done
             self._running.stop()
             self._running = None
@@ -52,7 +53,7 @@ class ProfilerHook(Hook):
         if self._rank is None:
             folder = run.directory / FOLDER / f"step-{self._step:06d}"
             self._recording = TraceSession(str(self._step), "--profile_every_n_iters", folder)
-            self._recording.start(run.engine)
+            self._recording.start(view_of(run.engine))
         elif run.engine.world.rank == self._rank:
             self._start_profile(on_gpu=run.engine.world.device.type == "cuda")
 
@@ -65,7 +66,7 @@ class ProfilerHook(Hook):
 
     def _finish(self, run: HookContext) -> None:
         if self._recording is not None:
-            self._recording = self._recording.after(run.engine)
+            self._recording.after(view_of(run.engine))
         if self._rank is not None:
             self._finish_profile(run, run.directory / FOLDER / f"step-{self._step:06d}-rank-{self._rank}.json")
         self._step = 0

@@ -33,7 +33,7 @@ class RestoreReport:
         found = [f"weights: {len(self.taken)} taken from the checkpoint"]
         found += [f"{name}: {why}" for name, why in self.remade.items()]
         if self.missing:
-            found.append(f"weights: {len(self.missing)} not in the checkpoint and drawn anew: {_some(self.missing)}")
+            found.append(f"weights: {len(self.missing)} not in the checkpoint and initialized: {_some(self.missing)}")
         if self.unused:
             found.append(f"weights: {len(self.unused)} of the checkpoint are not used: {_some(self.unused)}")
         return found
@@ -86,10 +86,10 @@ def _module(name: str) -> str:
 
 def _why(here: Tensor, there: Tensor) -> str:
     if here.shape == there.shape:
-        return "the rest of its head has another size; it is made anew"
+        return "the rest of its head has another size; it is initialized"
     if here.shape[1:] == there.shape[1:]:
-        return f"the checkpoint has {there.shape[0]} classes, this run {here.shape[0]}; it is made anew"
-    return f"the checkpoint has {list(there.shape)}, this run {list(here.shape)}; it is made anew"
+        return f"the checkpoint has {there.shape[0]} classes, this run {here.shape[0]}; it is initialized"
+    return f"the checkpoint has {list(there.shape)}, this run {list(here.shape)}; it is initialized"
 
 
 def _misfit(name: str, here: Tensor, there: Tensor) -> str:

@@ -54,7 +54,7 @@ def inside(folder: Path) -> str:
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
-        return f"what nobody may read ({error.strerror})"
+        return f"files that cannot be listed ({error.strerror})"
     if not names:
         return "nothing"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -26,7 +26,7 @@ _WITHIN = ("state_dict", "model_state_dict", "model", "module", "weights")
 #: Prefixes that wrappers add to every name: DataParallel, torch.compile.
 _WRAPPERS = ("module.", "_orig_mod.")
 
-_SUFFIXES = ".safetensors, .pt, .pth, .bin, an index (.index.json) or a checkpoint of ours"
+_SUFFIXES = ".safetensors, .pt, .pth, .bin, an index (.index.json) or a checkpoint of Echelon"
 
 Weights = dict[str, Tensor]
 
@@ -90,8 +90,8 @@ def _refused(path: Path, error: Exception) -> str:
     if found is None:
         return _damaged(path, error)
     return (
-        f"'{path}' holds a Python object ({found[1]}), and making it could run anything; it is refused: where you "
-        "trust it, save its weights alone, torch.save(model.state_dict(), ...)"
+        f"'{path}' holds a Python object ({found[1]}), and loading it could run any code; if you trust the file, save "
+        "its weights alone: torch.save(model.state_dict(), ...)"
     )
 
 
