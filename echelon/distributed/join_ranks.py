@@ -48,6 +48,7 @@ def join_ranks(
         )
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
     assert control is not None
+    _wait_until_connected(place, store, timeout)
     return backend, control
 
 
@@ -175,6 +176,22 @@ def _roll_call(place: RankInfo, store: Store, wanted: str, timeout: float) -> st
             "log of rank 0"
         ) from None
     return wishes.pop() if len(wishes) == 1 else "gloo"
+
+
+def _wait_until_connected(place: RankInfo, store: Store, timeout: float) -> None:
+    """Wait until all ranks are connected: a script that ends at once would cut off ranks that still connect."""
+    deadline = time.monotonic() + timeout
+    try:
+        store.add("connected", 1)
+        while (connected := store.add("connected", 0)) < place.world_size:
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"rank {place.rank} has waited {timeout:.0f} s, but only {connected} of {place.world_size} ranks "
+                    "are connected with all others; look at the logs of the ranks"
+                )
+            time.sleep(LOOK)
+    except dist.DistError:
+        return  # rank 0, which serves the store, leaves when all are connected
 
 
 def _compare_lists(place: RankInfo, store: Store) -> None:

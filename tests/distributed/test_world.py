@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch.distributed as dist
@@ -39,6 +40,25 @@ def test_a_missing_rank_is_named_after_a_bounded_wait() -> None:
     assert lines[2].startswith("PeerLost: rank 2")  # by its own clock, or because rank 0 has left
     assert "join" in lines[2]
     assert "rank 1" in lines[2]
+
+
+def one_connects_late() -> tuple[float, float]:
+    connect, connected = dist.init_process_group, []
+
+    def slowly(*args: object, **options: object) -> None:
+        connect(*args, **options)  # type: ignore[arg-type]
+        time.sleep(1.0 if os.environ["RANK"] == "2" else 0.0)
+        connected.append(time.monotonic())
+
+    dist.init_process_group = slowly
+    echelon.init()
+    return connected[0], time.monotonic()
+
+
+def test_no_rank_leaves_while_another_connects() -> None:
+    """Keep a script that ends after init() from cutting off the ranks that are still connecting."""
+    times = run(one_connects_late, ranks=3)
+    assert min(left for _, left in times) >= max(connected for connected, _ in times)
 
 
 def one_cannot_have_nccl() -> str:
