@@ -1,4 +1,4 @@
-"""Echelon: train one PyTorch model on many devices, with the numbers one process gives."""
+"""Distributed training engine for PyTorch, numerically equivalent to one process."""
 
 import sys
 from typing import TYPE_CHECKING

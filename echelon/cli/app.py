@@ -21,7 +21,7 @@ from echelon.cli.version_command import show_version, version
 
 app = typer.Typer(
     cls=EchelonGroup,
-    help="Train one PyTorch model on many devices, with the numbers one process gives.",
+    help="Distributed training engine for PyTorch, numerically equivalent to one process.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,

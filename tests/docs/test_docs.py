@@ -1,4 +1,4 @@
-"""Every Python block in README and docs is a script of its own, and runs."""
+"""Every Python block in docs is a script of its own, and runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> list[tuple[str, str]]:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = sorted((ROOT / "docs").glob("*.md"))
     return [
         (f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}", match[1])
         for page in pages
@@ -43,7 +43,7 @@ def cases() -> list[tuple[int, str, str]]:
     themselves, alone."""
     found = blocks()
     trains = [one for one in found if "distribute(" in one[1] and "echelon.launch(" not in one[1]]
-    alone = [one for one in found if one[0].startswith("README") or one not in trains]
+    alone = [one for one in found if one[0].startswith("index") or one not in trains]
     return [(1, *one) for one in alone] + [(2, *one) for one in trains]
 
 
