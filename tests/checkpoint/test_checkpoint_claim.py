@@ -17,7 +17,7 @@ from torch import nn
 import echelon
 from echelon.checkpoint import CheckpointError, Stored, Writer, export, latest, verify
 from echelon.checkpoint import directory as layout
-from echelon.checkpoint.directory_lock import FILE
+from echelon.checkpoint.directory_lock import CHECKPOINTS
 
 
 def made(directory, **settings):
@@ -107,7 +107,7 @@ def test_second_job_is_refused_and_the_first_goes_on(tmp_path, holder):
     (begun,) = run(train, tmp_path, 2, ranks=1, every=1)  # its child still lives, and holds nothing
     assert begun == newest
     assert Stored(latest(tmp_path)).step == newest + 2
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / CHECKPOINTS.file).exists()
 
 
 def resume_late(directory):
@@ -138,11 +138,11 @@ def several(directory):
     for _ in range(20):  # both save the same steps, in the background
         for engine in (first, second):
             engine.step(*batch())
-    there = [(directory / FILE).exists()]
+    there = [(directory / CHECKPOINTS.file).exists()]
     first.close()
-    there.append((directory / FILE).exists())
+    there.append((directory / CHECKPOINTS.file).exists())
     second.close()
-    return [*there, (directory / FILE).exists()]
+    return [*there, (directory / CHECKPOINTS.file).exists()]
 
 
 def no_locks(*_):

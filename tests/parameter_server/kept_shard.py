@@ -44,7 +44,7 @@ def make_job(servers=SERVERS, mode="async", keeping=QUIET, trainers=1, **table):
         servers=servers,
         tables=(
             TableSpec(name="a", dim=3, seed=1, rule=Adam(), admit_after=2),
-            TableSpec(name="b", dim=2, seed=2, rule=Adagrad(row_wise=True), expire_passes=2, **table),
+            TableSpec(name="b", dim=2, seed=2, rule=Adagrad(row_wise=True), **{"expire_passes": 2, **table}),
         ),
         blocks=blocks(servers),
         dense=DenseRule(kind="Adam", groups=({"lr": 0.1},)),
@@ -59,13 +59,14 @@ def ask(shard, head, arrays=()):
     return answer
 
 
-def opened(job, server=0, directory=None, mirror=None, **options):
+def opened(job, server=0, directory=None, mirror=None, wall=lambda: 1000.0, **options):
     """A shard of ``job``, kept in ``directory`` and restored from it if it holds anything."""
 
     def keep(shard):
         return ShardPersistence(shard, directory, job.keeping, mirror, **options)
 
-    shard = ServerShard(server, job.servers, keep=keep if directory is not None else None, wall=lambda: 1000.0)
+    fixed = {"wall": wall, "clock": lambda: 0.0}
+    shard = ServerShard(server, job.servers, keep=keep if directory is not None else None, **fixed)
     ask(shard, {"op": "open", "worker": 0, "job": job.to_json()})
     first = np.linspace(-1, 1, sum(int(np.prod(shape)) for shape in PARAMETERS.values())).astype(np.float32)
     ask(shard, {"op": "begin", "worker": 0}, [_own(_parameters(first), job, server)])

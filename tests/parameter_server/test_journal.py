@@ -122,6 +122,8 @@ def test_a_segment_that_is_cut_though_others_follow_is_an_error(tmp_path):
 
 
 def test_a_missing_segment_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"journal-00000004.seg is missing, with all changes since"):
+        list(replay(tmp_path, 4, 0))
     written(tmp_path, [2, 2, 2])
     segment_path(tmp_path, 2).unlink()
     with pytest.raises(CheckpointError, match=r"journal-00000002.seg does not go on"):

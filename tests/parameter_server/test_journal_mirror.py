@@ -8,6 +8,8 @@ import pytest
 from kept_shard import PersistenceSettings, ask, make_job, opened, push, received, state_of, trained
 
 from echelon.base.errors import PeerLost
+from echelon.parameter_server.persistence import replication
+from echelon.parameter_server.persistence.restore import Manifest
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
 
@@ -60,7 +62,7 @@ def test_the_neighbour_keeps_only_what_the_last_snapshot_needs(tmp_path, line):
         push(shard, number)
         shard.persistence.snapshot()
     mirror = tmp_path / "server-1" / "mirror-of-0"
-    own = {path.name: path.read_bytes() for path in (tmp_path / "server-0").iterdir() if path.stat().st_size}
+    own = {path.name: path.read_bytes() for path in (tmp_path / "server-0").iterdir() if path.name != ".lock"}
     assert {path.name: path.read_bytes() for path in mirror.iterdir()} == own
     shard.close()
 
@@ -93,6 +95,49 @@ def test_a_neighbour_that_lost_its_copy_gets_it_again(tmp_path, line, capfd):
     shard.close()
     shutil.rmtree(tmp_path / "server-0")
     assert state_of(opened(JOB, directory=tmp_path / "server-0", mirror=line)) == state_of(trained(6, JOB))
+
+
+def test_server_without_state_waits_for_its_neighbour(tmp_path, line, monkeypatch):
+    """A server that lost its disk starts while the neighbour is away: it begins no empty state over its replica."""
+    shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    for number in range(7):
+        push(shard, number)
+    shard.close()
+    shutil.rmtree(tmp_path / "server-0")
+    line.cut = True
+    with monkeypatch.context() as patch:
+        patch.setattr(replication, "PATIENCE", 0.3)
+        with pytest.raises(
+            AssertionError, match="server 0 has no state, and the next server, which may hold its replica"
+        ):
+            opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    threading.Timer(0.5, setattr, (line, "cut", False)).start()
+    again = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    assert state_of(again) == state_of(trained(7, JOB))
+    again.close()
+
+
+def test_replica_refuses_an_earlier_process_and_an_earlier_state(tmp_path, line, capfd):
+    shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    for number in range(7):
+        push(shard, number)
+    shard.persistence.snapshot()
+    shard.close()
+    again = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    mirror = tmp_path / "server-1" / "mirror-of-0"
+    before = {path.name: path.read_bytes() for path in mirror.iterdir()}
+    head = {"op": "mirror", "worker": -1, "server": 0, "session": "test"}
+    empty = Manifest(1, 0, 1, False, ())
+    empty.write(tmp_path)
+    manifest = np.frombuffer((tmp_path / "manifest.json").read_bytes(), np.uint8)
+    for epoch, file in ((1, "journal-00000001.seg"), (1, "manifest.json"), (2, "manifest.json")):
+        answer = line(WireMessage({**head, "epoch": epoch, "file": file, "offset": 0}, [manifest]))
+        expected = "belongs to a later process" if epoch == 1 else "has all changes up to 8, and is not replaced by one"
+        assert expected in answer.head["error"]
+    assert {path.name: path.read_bytes() for path in mirror.iterdir()} == before
+    push(again, 7)
+    assert "without its replica" not in capfd.readouterr().err
+    again.close()
 
 
 def test_two_servers_may_mirror_each_other(tmp_path, monkeypatch):

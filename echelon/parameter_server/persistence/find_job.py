@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from echelon.base.errors import EchelonError
+from echelon.base.errors import CheckpointError, EchelonError
 from echelon.parameter_server.persistence.persistence import home_of
 from echelon.parameter_server.persistence.replication import RemoteReplica
 from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
@@ -22,16 +22,28 @@ def find_job(state: Path, server: int, ask: Callable[[WireMessage], WireMessage]
 
     ask:  function that sends a message to the next server, which may hold a replica
     """
-    home = _newest_home(state, server)
+    home = max(_homes(state, server), key=_order, default=None)
     if home is None and ask is not None:
         home = _fetched_home(state, server, ask)
     return None if home is None else _job_in(home)
 
 
-def _newest_home(state: Path, server: int) -> Path | None:
-    """Return the directory of the session that was written to last; None if there is none."""
-    homes = [manifest.parent for manifest in state.glob(f"*/{home_of(state, '', server).name}/{MANIFEST}")]
-    return max(homes, key=lambda home: max(path.stat().st_mtime for path in home.iterdir()), default=None)
+def next_epoch(state: Path, server: int) -> int:
+    """Return a number above those of all processes that have kept a session's state here."""
+    return 1 + max((_order(home)[0] for home in _homes(state, server)), default=0)
+
+
+def _homes(state: Path, server: int) -> list[Path]:
+    return [manifest.parent for manifest in state.glob(f"*/{home_of(state, '', server).name}/{MANIFEST}")]
+
+
+def _order(home: Path) -> tuple[int, float]:
+    """Return the sort key of sessions: the epoch, because dates of files are wrong after the clock was set back."""
+    try:
+        manifest = Manifest.read(home)
+    except CheckpointError:  # if this session is revived, its damage is reported then
+        manifest = None
+    return manifest.epoch if manifest is not None else 0, max(path.stat().st_mtime for path in home.iterdir())
 
 
 def _fetched_home(state: Path, server: int, ask: Callable[[WireMessage], WireMessage]) -> Path | None:
@@ -43,7 +55,7 @@ def _fetched_home(state: Path, server: int, ask: Callable[[WireMessage], WireMes
         return None
     home = home_of(state, session, server)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return home if RemoteReplica(ask, server, home).fetch() else None
+    return home if RemoteReplica(ask, server, home, session).fetch() else None
 
 
 def _job_in(home: Path) -> dict[str, Any] | None:

@@ -79,7 +79,12 @@ class JournalSegment:
 def replay(directory: Path, first: int, after: int, only_first: bool = False) -> Iterator[MessageRecord]:
     """Yield the records after LSN ``after``, from segment ``first`` on. A torn tail of the last segment is cut off."""
     found = [number for number in segments(directory) if number == first or (number > first and not only_first)]
-    if found and found != list(range(first, found[-1] + 1)):
+    if not found:
+        raise CheckpointError(
+            f"{segment_path(directory, first)} is missing, with all changes since the last snapshot; restore it from a "
+            "copy, or remove the directory and load an earlier checkpoint"
+        )
+    if found != list(range(first, found[-1] + 1)):
         missing = next(number for number in range(first, found[-1]) if number not in found)
         raise CheckpointError(_gap(segment_path(directory, missing)))
     lsn: int | None = None

@@ -13,6 +13,7 @@ from echelon.base.errors import CheckpointError, EchelonError, PeerLost, UsageEr
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, check, fill, save_part
 from echelon.parameter_server.persistence.file_record import encode
 from echelon.parameter_server.persistence.journal import JournalSegment, segments
+from echelon.parameter_server.persistence.ownership import DirectoryOwnership
 from echelon.parameter_server.persistence.replication import RemoteReplica, ReplicaHost
 from echelon.parameter_server.persistence.restore import Manifest, RestorableShard, SnapshotChainFile, restore
 from echelon.parameter_server.persistence.snapshot import write
@@ -41,6 +42,7 @@ class ShardPersistence:
     journal_limit:  bytes of journal that trigger an early snapshot; default ``settings.journal_mb``
     fsync:          sync every record to disk before it is answered, which survives a power cut and costs milliseconds;
                     default False
+    epoch:          number of this process among those that have kept the directory; default: one above the manifest's
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ShardPersistence:
         *,
         journal_limit: int | None = None,
         fsync: bool = False,
+        epoch: int = 0,
     ) -> None:
         self._shard, self._directory, self._settings = shard, directory, settings
         self._limit, self._fsync = journal_limit or settings.journal_mb << 20, fsync
@@ -63,7 +66,9 @@ class ShardPersistence:
         self._due, self._stopped, self._closed = threading.Event(), threading.Event(), False
         self._thread: threading.Thread | None = None
         self._mirrors = ReplicaHost(directory)
-        self._replica = RemoteReplica(mirror, shard.server, directory) if mirror and settings.replica else None
+        self._owner = DirectoryOwnership(directory, shard.server, epoch)
+        session = shard.job.session
+        self._replica = RemoteReplica(mirror, shard.server, directory, session) if mirror and settings.replica else None
 
     # ---- start and end ----
 
@@ -73,9 +78,19 @@ class ShardPersistence:
         The result is True if a state was restored.
         """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._owner.lock()
+        try:
+            return self._start()
+        except BaseException:
+            self._owner.release()
+            raise
+
+    def _start(self) -> bool:
         if self._replica is not None:
-            self._replica.fetch()
-        manifest = Manifest.read(self._directory)
+            self._replica.fetch(self._stopped)
+        manifest = self._owner.take(Manifest.read(self._directory))
+        if self._replica is not None:
+            self._replica.epoch = self._owner.epoch
         if manifest is not None:
             restore(self._shard, self._directory, manifest)
             self._manifest, self._rebase = manifest, False
@@ -102,6 +117,7 @@ class ShardPersistence:
             self._thread.join()
         with self._shard.lock:
             self._stop_journal()
+        self._owner.release()
 
     @contextmanager
     def _held(self) -> Iterator[RestorableShard]:
@@ -131,6 +147,7 @@ class ShardPersistence:
             raise PeerLost(f"server {self._shard.server} is shutting down; the request was not journaled")
         if self._segment is None:
             return
+        self._check_owner()
         offset, buffers = self._segment.size, encode(self._shard.lsn + 1, frame)
         self._segment.append(buffers)
         if self._replica is not None:
@@ -163,8 +180,15 @@ class ShardPersistence:
             self._publish(Manifest(number, lsn, segment, bridge, (*earlier, SnapshotChainFile.of(number, written))))
             return number
 
+    def _check_owner(self) -> None:
+        """Raise, and stop serving, if another process has taken over the directory."""
+        if (reason := self._owner.lost()) is not None:
+            self._shard.stop_serving(reason)
+            raise CheckpointError(reason)
+
     def _publish(self, manifest: Manifest) -> None:
-        manifest.write(self._directory)
+        self._check_owner()
+        manifest = self._owner.write(manifest)
         self._manifest, self._rebase = manifest, False
         if not self._settings.journal:
             with self._held():

@@ -4,12 +4,18 @@
 answered; snapshots are sent when they are complete, then the manifest, and then files that the manifest does not need
 are removed. A neighbor that does not answer, or lacks earlier bytes, does not stop training: the replica is behind, one
 line is printed, and the next snapshot brings the replica up to date.
+
+A server without state of its own waits for its neighbor: only the neighbor knows if there is a replica. The neighbor
+keeps a replica against an older one: it refuses files of an earlier process (a lower epoch) and a manifest of an
+earlier change (a lower LSN).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +23,20 @@ from typing import Any
 import numpy as np
 
 from echelon.base.console import say
-from echelon.base.errors import CheckpointError, EchelonError, first_line
+from echelon.base.errors import CheckpointError, EchelonError, PeerLost, first_line
+from echelon.base.wait_notice import WaitNotice
 from echelon.checkpoint.os_errors import cannot_write
-from echelon.parameter_server.persistence.journal import segment_number
-from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
+from echelon.parameter_server.persistence.journal import segment_number, segment_path
+from echelon.parameter_server.persistence.restore import MANIFEST, Manifest, read_json
 from echelon.parameter_server.protocol.message import MAX_ARRAYS, WireMessage
 
 #: Names of files that a peer may write or read on this server.
 _NAME = re.compile(r"journal-\d{8,12}\.seg|snapshot-\d{8,12}\.rec|manifest\.json")
 _PIECE = 8 << 20
+#: Seconds that a server without state waits for the neighbor that may hold its replica, and between two questions.
+PATIENCE, _PAUSE = 300.0, 0.2
+#: Largest number of a server in a request.
+_MOST_SERVERS = 1 << 16
 
 
 class ReplicaHost:
@@ -33,12 +44,13 @@ class ReplicaHost:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._epochs: dict[int, int] = {}  # of the process that wrote last, by server
 
     def handle(self, frame: WireMessage) -> WireMessage:
         """Answer ``mirror`` and ``mirrored``. This takes no lock of the shard, as two servers may mirror each other."""
         head = frame.head
         server = head.get("server")
-        if type(server) is not int or server < 0:
+        if type(server) is not int or not 0 <= server < _MOST_SERVERS:
             raise EchelonError(f"a replica of server {server!r} was requested; servers are numbered from 0")
         home = self._directory / f"mirror-of-{server}"
         try:
@@ -49,6 +61,7 @@ class ReplicaHost:
             raise CheckpointError(cannot_write(home, error)) from None
 
     def _write(self, home: Path, head: dict[str, Any], pieces: Sequence[Any]) -> WireMessage:
+        self._check_epoch(home, head)
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "keep" in head:
             _trim(home, _names(head["keep"]), _count(head, "segment"))
@@ -60,15 +73,30 @@ class ReplicaHost:
             size = os.fstat(handle).st_size
             if size < offset:
                 return WireMessage({"ok": True, "behind": size})
-            os.ftruncate(handle, offset)
+            if pieces:  # without, the request only creates the file
+                os.ftruncate(handle, offset)
             os.lseek(handle, offset, os.SEEK_SET)
             for piece in pieces:
                 _write_piece(handle, memoryview(piece).cast("B"))
         finally:
             os.close(handle)
         if aside is not path:
+            _check_newer(aside, home)
             aside.replace(path)
         return WireMessage({"ok": True})
+
+    def _check_epoch(self, home: Path, head: dict[str, Any]) -> None:
+        """Raise if a later process of this server has written here."""
+        server, epoch = head["server"], _count(head, "epoch")
+        if server not in self._epochs:
+            own = Manifest.read(home)
+            self._epochs[server] = own.epoch if own is not None else 0
+        if epoch < self._epochs[server]:
+            raise EchelonError(
+                f"the replica of server {server} belongs to a later process of it (epoch {self._epochs[server]}) than "
+                f"the one that writes (epoch {epoch})"
+            )
+        self._epochs[server] = epoch
 
     def _read(self, home: Path, head: dict[str, Any]) -> WireMessage:
         if "file" not in head:
@@ -84,8 +112,11 @@ class ReplicaHost:
 class RemoteReplica:
     """The copy of this server's files on the next server."""
 
-    def __init__(self, call: Callable[[WireMessage], WireMessage], server: int, directory: Path) -> None:
+    def __init__(
+        self, call: Callable[[WireMessage], WireMessage], server: int, directory: Path, session: str, epoch: int = 0
+    ) -> None:
         self._call, self._server, self._directory = call, server, directory
+        self._session, self.epoch = session, epoch
         self.behind = True  #: the neighbor lacks data; sending resumes with the next segment
         self._said = False
 
@@ -107,17 +138,45 @@ class RemoteReplica:
         if not self.behind:
             self._guarded(lambda: self._follow(manifest))
 
-    def fetch(self) -> bool:
-        """Fetch this server's lost files from the neighbor, and return True if there were any."""
+    def fetch(self, stopped: threading.Event | None = None) -> bool:
+        """Fetch this server's lost files from the neighbor, and return True if there were any.
+
+        A server without state waits for an answer, up to ``PATIENCE`` seconds, and raises ``PeerLost`` without one: if
+        it began anew, it would replace its only replica by nothing.
+
+        stopped:  ends the wait when it is set
+        """
         try:
-            there: dict[str, int] = self._ask({"op": "mirrored"}).head["files"]
+            there: dict[str, int] = self._listed(stopped)
         except (EchelonError, KeyError) as error:
+            if isinstance(error, PeerLost) and Manifest.read(self._directory) is None:
+                raise
             self._say(f"cannot ask for the replica of server {self._server} ({first_line(error, typed=True)})")
             return False
         lost = self._lost(there)
         for name in sorted(lost, key=lambda name: name == MANIFEST):
             self._fetch(name, there[name])
         return bool(lost)
+
+    def _listed(self, stopped: threading.Event | None) -> dict[str, int]:
+        """Return the sizes of the files in the replica."""
+        deadline, trouble = time.monotonic() + PATIENCE, ""
+        notice = WaitNotice(f"server {self._server}, which has no state", PATIENCE, component="ps")
+        with notice.during(lambda: f"the next server, which may hold its replica ({trouble})"):
+            while True:
+                try:
+                    files: dict[str, int] = self._ask({"op": "mirrored"}).head["files"]
+                    return files
+                except PeerLost as error:
+                    trouble = first_line(error)
+                    if Manifest.read(self._directory) is not None or (stopped is not None and stopped.is_set()):
+                        raise
+                    if time.monotonic() > deadline:
+                        raise PeerLost(
+                            f"server {self._server} has no state, and the next server, which may hold its replica, has "
+                            f"not answered for {PATIENCE:g} s ({trouble}); start that server"
+                        ) from None
+                time.sleep(_PAUSE)
 
     def _lost(self, there: dict[str, int]) -> list[str]:
         """Return the files that this server needs from the neighbor.
@@ -156,6 +215,7 @@ class RemoteReplica:
         for part in manifest.chain:
             if there.get(part.file) != part.bytes:
                 self._send_file(part.file)
+        self._send(segment_path(self._directory, manifest.segment).name, 0, [])  # it must exist, even if it is empty
         self._send_file(MANIFEST)
         keep = [MANIFEST, *(part.file for part in manifest.chain)]
         self._ask({"op": "mirror", "keep": keep, "segment": manifest.segment})
@@ -172,9 +232,10 @@ class RemoteReplica:
             raise CheckpointError(f"it lacks {file} from byte {answer.head['behind']} on")
 
     def _ask(self, head: dict[str, Any], pieces: Sequence[Any] = ()) -> WireMessage:
-        answer = self._call(WireMessage({**head, "worker": -1, "server": self._server}, list(pieces)))
+        about = {"worker": -1, "server": self._server, "session": self._session, "epoch": self.epoch}
+        answer = self._call(WireMessage({**head, **about}, list(pieces)))
         if "error" in answer.head:
-            raise EchelonError(str(answer.head["error"]))
+            raise (PeerLost if answer.head.get("lost") else EchelonError)(str(answer.head["error"]))
         return answer
 
     def _guarded(self, send: Callable[[], None]) -> None:
@@ -189,6 +250,17 @@ class RemoteReplica:
         if not self._said:
             say(f"server {self._server} {what}")
         self._said = True
+
+
+def _check_newer(aside: Path, home: Path) -> None:
+    """Raise, and remove the file, if a manifest that came is of an earlier change than the stored one."""
+    stored = Manifest.read(home)
+    came = read_json(aside)
+    if stored is not None and int(came["lsn"]) < stored.lsn:
+        aside.unlink()
+        raise EchelonError(
+            f"the replica has all changes up to {stored.lsn}, and is not replaced by one up to {came['lsn']}"
+        )
 
 
 def _checked(name: Any) -> str:

@@ -56,6 +56,7 @@ class Manifest:
     """The newest complete snapshot: its LSN, the segment that follows it, and the chain of its base and deltas.
 
     bridge:  the journal is off except for this segment, whose replay brings all buckets to one state
+    epoch:   number of the process that owns the directory; each process that starts takes a higher one than all before
     """
 
     number: int
@@ -63,6 +64,7 @@ class Manifest:
     segment: int
     bridge: bool
     chain: tuple[SnapshotChainFile, ...]
+    epoch: int = 0
 
     def needs(self, segment: int) -> bool:
         """Return True if a restore replays the segment with this number."""
@@ -140,6 +142,9 @@ class RestorableShard(PersistableShard, Protocol):
     def broken(self) -> str:
         """Reason why the state does not match its journal; '' if it does."""
         ...
+
+    def stop_serving(self, reason: str) -> None:
+        """Answer every request of the job with ``reason`` from now on."""
 
     def facts(self) -> Sequence[WireMessage]:
         """Return the state except rows and dense blocks: version, sequence numbers, members, pending pushes, ..."""

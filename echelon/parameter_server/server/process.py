@@ -28,8 +28,9 @@ from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.security import Security
 from echelon.base.wait_notice import WaitNotice
 from echelon.distributed.ps_role import Role, find_role
-from echelon.parameter_server.persistence.find_job import SESSION, find_job
+from echelon.parameter_server.persistence.find_job import SESSION, find_job, next_epoch
 from echelon.parameter_server.persistence.persistence import ShardPersistence, home_of
+from echelon.parameter_server.persistence.replication import ReplicaHost
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.flight_server import FlightServer
 from echelon.parameter_server.server.server_log import ServerLog
@@ -121,6 +122,8 @@ class ParameterServerProcess:
             raise PeerLost(self._reason)
         if op == SESSION:
             return WireMessage({"ok": True, SESSION: self.shard.job.session if self.shard.opened else None})
+        if op == "mirrored" and self._state is not None and not self._is_kept(frame.head.get(SESSION)):
+            return ReplicaHost(self._home(str(frame.head.get(SESSION)))).handle(frame)
         while op not in UNGATED and not self._revived.wait(LOOK):
             if gone() or self._stop.is_set():
                 raise PeerLost(f"server {self._role.index} had not finished starting")
@@ -167,7 +170,13 @@ class ParameterServerProcess:
     # ---- persistence ----
 
     def _open_persistence(self, shard: Any) -> ShardPersistence:
-        return ShardPersistence(shard, self._home(shard.job.session), shard.job.keeping, self._neighbour())
+        assert self._state is not None
+        home, epoch = self._home(shard.job.session), next_epoch(self._state, self._role.index)
+        return ShardPersistence(shard, home, shard.job.keeping, self._neighbour(), epoch=epoch)
+
+    def _is_kept(self, session: Any) -> bool:
+        """Return True if the shard has the state of this session; before, its files lie on the disk alone."""
+        return self.shard.persistence is not None and self.shard.job.session == session
 
     def _neighbour(self) -> Callable[[WireMessage], WireMessage] | None:
         """Return a function that asks the server with the replica of this one; None if there is only one server."""

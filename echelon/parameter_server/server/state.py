@@ -20,6 +20,7 @@ from echelon.parameter_server.protocol.request import ShardRequestSchema, read_p
 from echelon.parameter_server.server.dense import DenseShard
 from echelon.parameter_server.server.job_workers import JobWorkers, WorkerMembership
 from echelon.parameter_server.server.modes import MODES, UpdateMode
+from echelon.parameter_server.server.monotonic_time import MonotonicTime
 from echelon.parameter_server.server.staleness import Staleness
 from echelon.parameter_server.server.store import ServerStore
 from echelon.parameter_server.table import Table
@@ -83,7 +84,7 @@ class ServerState:
         self._directory = directory
         self._keep = keep
         self._clock = clock
-        self._wall = wall
+        self._time = MonotonicTime(wall, clock)
         self._changes = _changes(self)
 
     def install(self, job: JobSpec) -> None:
@@ -110,6 +111,7 @@ class ServerState:
         )
         try:
             if persistence is not None and persistence.start():
+                self._time.resume(self.store.now, self.store.shortest_expiry())
                 for worker in self.members.live():
                     self.heartbeats.hear(worker)  # they were members before the restart: give them time to reconnect
         except BaseException:
@@ -143,7 +145,7 @@ class ServerState:
 
     def stamped(self, frame: WireMessage) -> WireMessage:
         """Return the message with the current time in its head, because ``apply`` must not read a clock."""
-        return WireMessage({**frame.head, "now": int(self._wall())}, frame.arrays)
+        return WireMessage({**frame.head, "now": self._time.now()}, frame.arrays)
 
     def change(self, frame: WireMessage) -> dict[str, Any]:
         """Journal a change, then apply it; return the head of the answer."""
@@ -192,6 +194,12 @@ class ServerState:
             f"server {self.server} failed with {type(error).__name__}{': ' if reason else ''}{reason} while it applied "
             f"{head['op']}{of}; start the job again, and look at the server's log and memory if it comes again"
         )
+
+    def stop_serving(self, reason: str) -> None:
+        """Answer every request of the job with ``reason`` from now on."""
+        with self.lock:
+            self.broken = self.broken or reason
+            self.moved.notify_all()
 
     def _note_evicted(self) -> None:
         for name, ids in self.store.evicted:

@@ -40,7 +40,7 @@ class ServerStore:
         self.passes = 0
         self._seconds = {spec.name: spec.expire_seconds for spec in job.tables if spec.expire_seconds is not None}
         self._expired: dict[str, int] = {}
-        self._lsn = self._now = 0
+        self._lsn = self.now = 0
         self.floors: dict[str, NDArray[np.int64]] = {}
         self.dense_floor = 0
         self.evicted: list[tuple[str, Ids]] = []  #: evicted ids that are not journaled yet
@@ -63,7 +63,7 @@ class ServerStore:
 
     def moment(self, lsn: int, now: int) -> None:
         """Set the LSN of the change that is being applied, and the time in its message."""
-        self._lsn, self._now = lsn, now
+        self._lsn, self.now = lsn, max(now, self.now)
 
     def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
         """Begin a replay; empty floors end it.
@@ -90,14 +90,14 @@ class ServerStore:
         """Apply one step of a table's rule. ``limit`` is the most rows that this server may hold."""
         self._set_limit(name, limit)
         ids, gradients = self._above_floor(name, ids, gradients)
-        self._note_evicted(name, self.tables[name].push(ids, gradients, lr=rate, now=self._now))
+        self._note_evicted(name, self.tables[name].push(ids, gradients, lr=rate, now=self.now))
         self._expire_by_time(name)
 
     def add(self, name: str, ids: Ids, changes: Floats, limit: int | None = None) -> None:
         """Add the changes that a geo worker sent to the records."""
         self._set_limit(name, limit)
         ids, changes = self._above_floor(name, ids, changes)
-        self._note_evicted(name, self.tables[name].add(ids, changes, now=self._now))
+        self._note_evicted(name, self.tables[name].add(ids, changes, now=self.now))
         self._expire_by_time(name)
 
     def update_dense(self, gradient: Floats, groups: list[dict[str, Any]]) -> None:
@@ -147,17 +147,21 @@ class ServerStore:
         """
         if name not in self._seconds:
             return
-        since = self._expired.setdefault(name, self._now)
-        if self._now - since >= max(1.0, self._seconds[name] / 8):
-            self._expired[name] = self._now
+        since = self._expired.setdefault(name, self.now)
+        if self.now - since >= max(1.0, self._seconds[name] / 8):
+            self._expired[name] = self.now
             self._expire(name)
+
+    def shortest_expiry(self) -> float | None:
+        """Return the shortest time in seconds after which rows of a table expire; None if none do."""
+        return min(self._seconds.values(), default=None)
 
     def _expire(self, name: str) -> None:
         buckets: Iterable[int] = self.buckets
         if name in self.floors:
             buckets = [bucket for bucket in self.buckets if self.floors[name][bucket] < self._lsn]
         if buckets:
-            self.tables[name].expire(self._now, buckets)
+            self.tables[name].expire(self.now, buckets)
 
     def forget(self) -> None:
         """Drop all rows and blocks, as if the job had just opened."""
@@ -171,10 +175,12 @@ class ServerStore:
 
     def facts(self) -> dict[str, Any]:
         steps = {name: table.step for name, table in self.tables.items()}
-        return {"begun": self.begun, "passes": self.passes, "steps": steps, "expired": dict(self._expired)}
+        facts = {"begun": self.begun, "passes": self.passes, "now": self.now}
+        return {**facts, "steps": steps, "expired": dict(self._expired)}
 
     def restore(self, facts: dict[str, Any]) -> None:
         self.begun, self.passes, self._expired = facts["begun"], facts["passes"], dict(facts["expired"])
+        self.now = max(self.now, facts.get("now", 0))
         for name, step in facts["steps"].items():
             if name in self.tables:
                 self.tables[name].step, self.tables[name].passes = step, self.passes
