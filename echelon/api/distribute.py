@@ -81,6 +81,7 @@ def distribute(
     elastic:    rule for batch size and learning rate when training resumes on another number of ranks; default: the
                 rule applies if the launcher lets hosts join and leave (docs/elastic.md)
     log:        ``echelon.Log`` with the console output and the files to write; default: one line per ten steps
+    unknown:    refused, with the nearest known option
 
     >>> engine = echelon.distribute(model, optimizer, loss=F.cross_entropy, strategy=echelon.Strategy(shard=1))
     >>> for x, y in engine.loader(dataset, global_batch=64):

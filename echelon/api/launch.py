@@ -50,10 +50,15 @@ class LaunchError(EchelonError):
 def launch(fn: Callable[..., Any], *args: Any, procs: int | None = None, **named: Any) -> list[Any]:
     """Call ``fn(*args, **named)`` on ``procs`` processes of one job and return their results in rank order.
 
+    fn:    function to call on every process
+    args:  positional arguments of ``fn``
     procs: number of processes; default: one per GPU, at least 2
+    named: keyword arguments of ``fn``
 
     The output of rank 0 is shown here. If a rank fails, the other ranks are killed, and ``LaunchError`` contains its
     traceback. Each rank computes with one thread.
+
+    >>> ranks = echelon.launch(echelon.rank, procs=2)
     """
     count = procs if procs is not None else max(2, torch.cuda.device_count())
     _refuse(count)

@@ -14,6 +14,9 @@ class Checkpoint:
     keep:         number of newest checkpoints to keep, older ones are removed; None keeps all
     asynchronous: write in the background while training goes on
     resume:       start from the newest checkpoint in ``dir``, if there is one
+
+    >>> checkpoint = echelon.Checkpoint(dir="runs/checkpoints", every=1000, keep=3)
+    >>> engine = echelon.distribute(model, optimizer, loss=loss, checkpoint=checkpoint)
     """
 
     dir: str

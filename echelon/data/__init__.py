@@ -6,6 +6,7 @@ from echelon.base.late_import import late_import
 from echelon.data.ctr import CtrFiles
 from echelon.data.file_list import FileList
 from echelon.data.loader import Loader
+from echelon.data.loader_options import LoaderOptions
 from echelon.data.padding import pad_collate
 from echelon.data.repeated import Repeated, RepeatedStream
 
@@ -18,6 +19,7 @@ __all__ = [
     "Downloader",
     "FileList",
     "Loader",
+    "LoaderOptions",
     "Repeated",
     "RepeatedStream",
     "pack_collate",

@@ -12,9 +12,12 @@ from echelon.data.seeding import SeedPurpose, numpy_stream
 
 
 class FileList:
-    """Files that are divided among the ranks anew in every epoch; ``read(path)`` returns the samples of one file.
+    """Files that are divided among the ranks anew in every epoch.
 
-    ``paths`` is a list of paths or a pattern such as ``"data/**/*.jsonl"``.
+    paths: list of paths, or a pattern such as ``"data/**/*.jsonl"``
+    read:  function that returns the samples of one file
+
+    >>> files = echelon.data.FileList("data/*.txt", read=open)
     """
 
     def __init__(

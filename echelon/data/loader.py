@@ -38,6 +38,7 @@ class Loader:
     ``batch_size`` is per rank. In every step, ranks together see the samples that one rank with the global batch would
     see; see docs/data.md for the incomplete last batch of an epoch (``uneven``).
 
+    dataset: data set, tuple of tensors, or iterable of samples
     sampler: draws the global order of every epoch, in place of ``shuffle``; the same on every rank
     batch_sampler: draws it in global batches, which are divided among ranks, in place of ``batch_size``
     worker_init_fn: called in each worker process, with its index
@@ -46,7 +47,9 @@ class Loader:
     device, group: device of the batches; group whose ranks agree on the end of an epoch
     on_share: called with the number of samples of each batch
     ahead: called with each batch before the previous one is yielded
-    options: fields of ``LoaderOptions``
+    options: fields of ``echelon.data.LoaderOptions``
+
+    >>> loader = echelon.data.Loader(dataset, batch_size=8, shuffle=False)
     """
 
     def __init__(
@@ -154,6 +157,12 @@ class Loader:
         """Yield the remaining epochs until ``count`` are done; each runs a loop over the loader inside.
 
         An epoch whose inner loop was left early, or not run at all, counts as done.
+
+        count: number of epochs
+
+        >>> for epoch in loader.epochs(2):
+        ...     for x, y in loader:
+        ...         engine.step(x, y)
         """
         self._wanted_epochs = count
         return self._epochs_until(count)
@@ -218,7 +227,12 @@ class Loader:
         return to_state(self._cursor, self._order_facts())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, with the same or another number of ranks or batch size."""
+        """Continue from a saved position, with the same or another number of ranks or batch size.
+
+        state: result of ``state_dict``
+
+        >>> loader.load_state_dict(loader.state_dict())
+        """
         order = self._order_facts()
         then, now = state.get("order", {}).get("world_size"), order.get("world_size")
         if self._on_change is not None and then != now and state.get("samples"):

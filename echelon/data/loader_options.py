@@ -31,6 +31,8 @@ class LoaderOptions:
     total: samples of a global batch, if ranks do not divide it
     multiple: number to whose multiple the last batch of an epoch is padded; default: the ranks
     pack: concatenate sequences without padding, as ``echelon.nn.Packed``; a number pads the tokens to its multiple
+
+    >>> loader = engine.loader(dataset, global_batch=64, workers=2, uneven="drop")
     """
 
     batch_size: int

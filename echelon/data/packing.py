@@ -14,9 +14,13 @@ from echelon.nn.packed import MULTIPLE, pack
 def pack_collate(samples: Sequence[Any], multiple: int = MULTIPLE, pad_value: Any = 0) -> Any:
     """Collate ``samples``; every field that is a sequence becomes an ``echelon.nn.Packed``.
 
-    A sample is a field or a tuple or dict of fields. Sequences are tensors and arrays with a dimension, and lists of
-    numbers; torch's ``default_collate`` collates other fields, such as labels. ``pad_value`` fills the end of the row,
-    which belongs to no sample: it is one number, or one per field, as in ``pad_collate``.
+    samples:   samples of a batch, each a field or a tuple or dict of fields. Sequences are tensors and arrays with a
+               dimension, and lists of numbers; torch's ``default_collate`` collates other fields, such as labels
+    multiple:  number of tokens to whose multiple the row is padded, default 128
+    pad_value: value of the end of the row, which belongs to no sample: one number, or one per field, as in
+               ``pad_collate``
+
+    >>> tokens, labels = echelon.data.pack_collate([(torch.arange(3), 0), (torch.arange(5), 1)])
     """
     first = samples[0]
     if isinstance(first, Mapping):

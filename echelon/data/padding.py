@@ -14,9 +14,12 @@ from torch.utils.data import default_collate
 def pad_collate(samples: Sequence[Any], pad_value: Any = 0) -> Any:
     """Collate ``samples``; fields whose first dimension differs are padded to the longest.
 
-    A sample is a field or a tuple or dict of fields; a field is a tensor, an array, a list of numbers, or anything
-    that torch's ``default_collate`` accepts. ``pad_value`` is one number, or one per field in the structure of the
-    samples: ``{"tokens": 0, "labels": -100}`` or ``(0, -100)``.
+    samples:   samples of a batch, each a field or a tuple or dict of fields; a field is a tensor, an array, a list of
+               numbers, or anything that torch's ``default_collate`` accepts
+    pad_value: one number, or one per field in the structure of the samples: ``{"tokens": 0, "labels": -100}`` or
+               ``(0, -100)``
+
+    >>> tokens, labels = echelon.data.pad_collate([(torch.arange(3), 0), (torch.arange(5), 1)])
     """
     first = samples[0]
     if isinstance(first, Mapping):

@@ -14,9 +14,12 @@ from echelon.data.order import Indices
 
 
 class Repeated(Dataset[Any]):
-    """``size`` samples of a map-style data set or of tensors: all samples repeatedly, or evenly spaced ones.
+    """A number of samples of a map-style data set or of tensors: all samples repeatedly, or evenly spaced ones.
 
-    A part is evenly spaced because data sets are often sorted by class.
+    dataset: data set or tuple of tensors
+    size:    number of samples. A part is evenly spaced because data sets are often sorted by class
+
+    >>> longer = echelon.data.Repeated(dataset, 1000)
     """
 
     def __init__(self, dataset: Any, size: int) -> None:
@@ -38,7 +41,13 @@ class Repeated(Dataset[Any]):
 
 
 class RepeatedStream(IterableDataset[Any]):
-    """The first ``size`` samples of a stream, which restarts if it has fewer."""
+    """The first samples of a stream, which restarts if it has fewer.
+
+    dataset: iterable of samples
+    size:    number of samples
+
+    >>> first = echelon.data.RepeatedStream(iter_samples, 1000)
+    """
 
     def __init__(self, dataset: Any, size: int) -> None:
         self.dataset, self._size = dataset, _at_least_one(size)

@@ -26,9 +26,13 @@ def steps(
     data:           data set or torch DataLoader for ``engine.loader``, or the loader that it returned
     batch_size:     samples per replica; from a DataLoader by default
     global_batch:   samples of all replicas together, in place of ``batch_size``
+    epochs:         number of epochs, default 1
     gradient_merge: as in ``Strategy``
     replicas:       copies of the model; all processes of the job by default, fewer if several ranks share a copy
     options:        options of ``engine.loader``: ``uneven``, ``sampler``, ``drop_last``, ...
+
+    >>> total = echelon.steps(dataset, global_batch=64, epochs=10)
+    >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     """
     if epochs < 0 or gradient_merge < 1:
         raise UsageError(

@@ -26,9 +26,12 @@ def is_main_process() -> bool:
 def main_process_first(local: bool = False) -> Iterator[None]:
     """Run the body on rank 0 first and then on all others, which find on disk what rank 0 wrote.
 
-    local:  the first process of each host goes first, for disks that hosts do not share
+    local: True if the first process of each host goes first, for disks that hosts do not share
 
     Other ranks wait without a limit, longer than ``init(timeout=)`` if necessary.
+
+    >>> with echelon.main_process_first():
+    ...     dataset = prepare()
     """
     world = worlds.current()
     if world.size == 1:

@@ -114,17 +114,26 @@ def init(
 ) -> World:
     """Join the job described by the launcher's environment; without a launcher, the process is the whole job.
 
-    ``seed`` seeds Python, numpy and torch alike on every rank, so that all ranks build the same model;
-    ``echelon.distribute`` then gives each rank its own random stream for dropout.
-    ``timeout`` bounds, in seconds, every wait for another process. A second call returns the same world.
+    seed:             seed of Python, numpy and torch, alike on every rank, so that all ranks build the same model;
+                      ``echelon.distribute`` then gives each rank its own random stream for dropout
+    device:           device to train on; default: the GPU of this rank, or the CPU
+    backend:          backend of torch.distributed; default: "nccl" on GPUs, "gloo" on CPUs
+    timeout:          longest wait, in seconds, for another process, default 300
+    pservers:         endpoints of the parameter servers, "host:port,..."
+    trainers:         number of trainers, or their endpoints "host:port,..."
+    trainer_id:       index of this trainer
+    role:             "worker" or "server"
+    current_endpoint: endpoint of this process, "host:port"
 
-    ``pservers`` ("host:port,..."), ``trainers``, ``trainer_id``, ``role`` ("worker" or "server") and
-    ``current_endpoint`` give this process its role in a job with parameter servers; they default to the environment
-    (docs/launch.md). A server serves here until the workers are done, and its script ends with this call.
+    A second call returns the same world. The last five give a process its role in a job with parameter servers; they
+    default to the environment (docs/launch.md). A server serves here until the workers are done, and its script ends
+    with this call.
 
-    Without servers, ``trainers`` as the endpoints of all trainers ("host:port,..."), ``trainer_id`` and
-    ``current_endpoint`` give it its rank in a collective job that no launcher started (Fluid's NCCL2 mode); rank 0
-    listens at the first endpoint. The variables of a launcher win over them.
+    Without servers, ``trainers`` as the endpoints of all trainers, ``trainer_id`` and ``current_endpoint`` give a
+    process its rank in a collective job that no launcher started (Fluid's NCCL2 mode); rank 0 listens at the first
+    endpoint. The variables of a launcher win over them.
+
+    >>> world = echelon.init(seed=0)
     """
     global _world  # noqa: PLW0603 - a process belongs to one job
     if _world is not None:

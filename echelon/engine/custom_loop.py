@@ -42,6 +42,13 @@ class OwnLoop:
 
         From here to ``update``, a parameter's ``.grad`` is the global gradient; under ``shard`` and ``split``, it is
         the part that this rank holds. No ``backward`` may follow before ``update``.
+
+        optimizer: name of one of several optimizers; default: all
+        samples:   the same as in ``update``
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> engine.reduce()
+        >>> engine.update()
         """
         self._reduce_early(self._updates.chosen(optimizer), samples)
 
@@ -50,6 +57,11 @@ class OwnLoop:
         """Return the 2-norm of all gradients of the whole model that wait for ``update``, else of the last applied.
 
         After ``step`` with ``clip``, the result is the norm after clipping.
+
+        optimizer: name of one of several optimizers; default: all
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> norm = engine.grad_norm()
         """
         chosen = self._updates.chosen(optimizer)
         self._refuse("grad_norm")
@@ -59,14 +71,30 @@ class OwnLoop:
 
     @collective_call("communicate")
     def clip_grad_norm_(self, max_norm: float, optimizer: str | None = None) -> Tensor:
-        """Scale the gradients that wait for ``update`` to a joint 2-norm of at most ``max_norm``; return their norm."""
+        """Scale the gradients that wait for ``update`` to a joint 2-norm of at most ``max_norm``; return their norm.
+
+        max_norm:  largest norm
+        optimizer: name of one of several optimizers; default: all
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> norm = engine.clip_grad_norm_(1.0)
+        >>> engine.update()
+        """
         chosen = self._waiting("clip_grad_norm_", optimizer)
         with self._run.checker.explained():
             return clip_gradients(parameters_of(chosen), float(max_norm), self._parts.census, self._run.world.device)
 
     @collective_call("communicate")
     def clip_grad_value_(self, clip_value: float, optimizer: str | None = None) -> None:
-        """Clamp the gradients that wait for ``update`` to the range from ``-clip_value`` to ``clip_value``."""
+        """Clamp the gradients that wait for ``update`` to the range from ``-clip_value`` to ``clip_value``.
+
+        clip_value: largest absolute value of an entry
+        optimizer:  name of one of several optimizers; default: all
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> engine.clip_grad_value_(0.5)
+        >>> engine.update()
+        """
         with torch.no_grad():
             clip_values(parameters_of(self._waiting("clip_grad_value_", optimizer)), float(clip_value))
 

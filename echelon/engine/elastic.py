@@ -29,6 +29,8 @@ class Elastic:
            "scale": each replica keeps its batch size, so the global batch changes
     rate:  with "scale", factor of the learning rate: new / first global batch ("linear", the default), its square
            root ("sqrt"), or 1 ("none")
+
+    >>> elastic = echelon.Elastic(batch="scale", rate="sqrt")
     """
 
     batch: Literal["keep", "scale"] = "keep"

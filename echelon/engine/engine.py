@@ -51,7 +51,12 @@ if TYPE_CHECKING:
 
 
 class Engine(OwnLoop):
-    """Trains one model; created by ``echelon.distribute``. ``step(*batch)`` is a whole training step for any plan."""
+    """Trains one model; created by ``echelon.distribute``. ``step(*batch)`` is a whole training step for any plan.
+
+    >>> engine = echelon.distribute(model, optimizer, loss=loss)
+    >>> for x, y in engine.loader(dataset, global_batch=64):
+    ...     engine.step(x, y)
+    """
 
     def __init__(self, planned: PlannedRun, batch: Any = None, early: EarlyCalls = NOTHING_EARLY) -> None:
         """Parallelize the model and restore the state that waited for it. All ranks call it together.
@@ -146,14 +151,17 @@ class Engine(OwnLoop):
     def step(self, *batch: Any, samples: float | None = None, outputs: bool = False, **named: Any) -> Tensor:
         """Run forward, backward, reduction, clipping and update; return the mean loss over the global batch.
 
+        batch:   inputs and targets of this rank, as positional arguments
+        samples: weight of this rank in the mean: the count that its loss averages over (rows, or targets that are not
+                 ignored); default: found from the loss
+        outputs: True keeps the output of the model for this rank's batch in ``engine.output``
+        named:   inputs by name, as the fields of a data set of dictionaries
+
         If ranks step alone (localsgd; parameter servers in async, bounded and geo mode), the result is the mean loss
         over this rank's batch. With ``gradient_merge``, the call that updates returns the mean over all accumulated
         batches.
 
-        The weight of each rank in the mean is the count that its loss averages over: rows, or targets that are not
-        ignored. ``samples`` sets this count if it cannot be found from the loss.
-
-        With ``outputs=True``, ``engine.output`` is the output of the model for this rank's batch.
+        >>> loss = engine.step(x, y)
         """
         run = self._run
         self._clock.lap("data")
@@ -175,8 +183,12 @@ class Engine(OwnLoop):
     def backward(self, loss: Tensor, samples: float | None = None) -> None:
         """Accumulate the gradients of this loss in a user's own loop. They stay local until ``update`` or ``reduce``.
 
+        loss:    mean loss over this rank's batch
         samples: the same as in ``update``, but known before backward; synchronized batch norm needs it if the batches
                  of replicas have different sizes
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> engine.update()
         """
         refuse_own_loop(self.plan, self._run.backend.pushes)
         self._run.schedules.before_pass(self._planned.loaders.epoch)
@@ -191,8 +203,12 @@ class Engine(OwnLoop):
     def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
         """Reduce and clip gradients, step the named optimizer (or all), and drop all gradients, in a user's own loop.
 
-        The weight of each rank in the mean is the count that its loss averages over. ``samples``, here or in
-        ``backward``, sets this count if it cannot be found from the loss. If it is unknown, all ranks count equally.
+        optimizer: name of one of several optimizers; default: all
+        samples:   weight of this rank in the mean, here or in ``backward``: the count that its loss averages over;
+                   default: found from the loss. If it is unknown, all ranks count equally
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> engine.update()
         """
         chosen = self._updates.chosen(optimizer)
         self._clock.lap("backward")
@@ -221,6 +237,8 @@ class Engine(OwnLoop):
         collate:    function that makes a batch from samples
         metrics:    metrics by name, or their names
         ema:        True to evaluate the averaged weights
+
+        >>> results = engine.evaluate(dataset, metrics=["accuracy"])
         """
         loaders = self._planned.loaders
         loaders.taken()  # discards the sample count of an earlier batch
@@ -245,9 +263,14 @@ class Engine(OwnLoop):
     ) -> Loader:
         """Return a loader of this rank's share of ``dataset``, or of a torch DataLoader's dataset.
 
-        ``batch_size`` is per replica; ``global_batch``, given instead, is for all replicas together. With a plan from
-        ``auto`` or from a file, ``batch_size`` is per rank, even if several ranks make up a replica. See
-        ``echelon.data.Loader`` for the options.
+        dataset:      data set, tuple of tensors, iterable of samples, or torch DataLoader
+        sizes:        batch size as a positional argument
+        batch_size:   samples per replica; with a plan from ``auto`` or from a file, samples per rank, even if several
+                      ranks make up a replica
+        global_batch: samples of all replicas together, in place of ``batch_size``
+        options:      options of the loader: ``shuffle``, ``uneven``, ``workers``, ... (``echelon.data.LoaderOptions``)
+
+        >>> loader = engine.loader(dataset, global_batch=64, workers=2)
         """
         loader = self._open_loader(training_request(self._run, dataset, sizes, batch_size, global_batch, options))
         if self._run.trial is not None:
@@ -261,7 +284,13 @@ class Engine(OwnLoop):
 
     @collective_call("save")
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
-        """Write a checkpoint of the whole training state and return its path; all ranks call it together."""
+        """Write a checkpoint of the whole training state and return its path; all ranks call it together.
+
+        directory: directory of the checkpoint; default: that of ``distribute(checkpoint=...)``
+        wait:      True returns when the checkpoint is on disk; default: writes in the background if the settings say so
+
+        >>> path = engine.save("runs/checkpoints", wait=True)
+        """
         self._passes.losses.look()
         self._ema.before_save()
         own = self._checkpoints.own_state()
@@ -280,7 +309,12 @@ class Engine(OwnLoop):
 
     @collective_call("load")
     def load(self, path: str | Path) -> None:
-        """Load a checkpoint, or the newest one in a directory; any number of processes may have saved it."""
+        """Load a checkpoint, or the newest one in a directory; any number of processes may have saved it.
+
+        path: a checkpoint, or a directory of checkpoints
+
+        >>> engine.load("runs/checkpoints")
+        """
         self._ema.refuse("engine.load()")
         self._run.progress.resume_at(self._restorer.load(path))
 
@@ -527,6 +561,10 @@ class Engine(OwnLoop):
         """Write user-defined numbers (``{"perplexity": p}``) to the console, the files and the report.
 
         Only the numbers of rank 0 are written; on other ranks the call does nothing.
+
+        values: numbers by name
+
+        >>> engine.log({"perplexity": 12.5})
         """
         self._run.metrics.log(self.steps, values)
 

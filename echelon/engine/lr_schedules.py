@@ -48,7 +48,13 @@ AnyScheduler = Scheduler | PerEpoch
 
 
 def per_epoch(scheduler: Scheduler) -> PerEpoch:
-    """Return a scheduler that the engine steps after every epoch of its loader instead of every update."""
+    """Return a scheduler that the engine steps after every epoch of its loader instead of every update.
+
+    scheduler: scheduler of torch
+
+    >>> scheduler = echelon.per_epoch(torch.optim.lr_scheduler.StepLR(optimizer, step_size=30))
+    >>> engine = echelon.distribute(model, optimizer, loss=loss, scheduler=scheduler)
+    """
     return PerEpoch(_checked(scheduler))
 
 

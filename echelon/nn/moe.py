@@ -26,8 +26,10 @@ def feed_forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> T
 
 
 class MoE(nn.Module):
-    """A mixture of ``experts`` feed-forward layers over the last dimension of the input, which is ``dim`` wide.
+    """A mixture of feed-forward layers (experts) over the last dimension of the input.
 
+    dim:           width of the input and of the output
+    experts:       number of experts
     hidden:        hidden width of an expert; default 4 * dim
     top:           experts per token: 1 or 2; default 1
     capacity:      tokens that an expert takes, as a multiple of its even share; default 1.25. Later tokens are dropped,
@@ -41,6 +43,9 @@ class MoE(nn.Module):
 
     After each forward pass in training ``auxiliary_loss`` is the term to add to the loss (the engine adds it), and
     ``dropped`` is the fraction of this process's assignments that exceeded the capacity.
+
+    >>> moe = echelon.nn.MoE(64, experts=8, top=2)
+    >>> y = moe(torch.rand(2, 16, 64))
     """
 
     def __init__(
@@ -134,7 +139,12 @@ class MoE(nn.Module):
 
 
 def take_auxiliary_loss(model: nn.Module) -> Tensor | None:
-    """Return the sum of the auxiliary losses of the last forward pass and clear them; None if there are none."""
+    """Return the sum of the auxiliary losses of the last forward pass and clear them; None if there are none.
+
+    model: module with ``MoE`` layers
+
+    >>> auxiliary = echelon.nn.take_auxiliary_loss(model)
+    """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     losses = [layer.auxiliary_loss for layer in layers if layer.auxiliary_loss is not None]
     for layer in layers:

@@ -24,7 +24,10 @@ STEP = 64  #: ``longest`` is rounded up to a multiple of this, for the same reas
 class Bounds(NamedTuple):
     """Boundaries of the sequences in one row: sequence i is tokens offsets[i] to offsets[i + 1].
 
+    offsets: [n + 1] int32
     longest: upper bound of the tokens of a sequence
+
+    >>> bounds = echelon.nn.Bounds(torch.tensor([0, 3, 8], dtype=torch.int32), longest=5)
     """
 
     offsets: Tensor
@@ -48,8 +51,10 @@ class Packed(NamedTuple):
     lengths: [n] int32; the first field, because the samples of a batch are counted by its first tensor
     offsets: [m + 1] int32, m >= n: the start of each sequence and the end of the last. The row is padded after the n
              sequences; the padding counts as further sequences, which belong to no sample
-    values:  [t, ...]
+    values:  [t, ...]: the tokens
     longest: upper bound of the tokens of a sequence: a number on the host, so that the host need not wait for a kernel
+
+    >>> packed = echelon.nn.pack([torch.arange(3), torch.arange(5)])
     """
 
     lengths: Tensor
@@ -84,10 +89,14 @@ class Packed(NamedTuple):
 
 
 def pack(sequences: Sequence[Any], *, multiple: int = MULTIPLE, longest: int | None = None, fill: float = 0) -> Packed:
-    """Concatenate tensors [length, ...], arrays or lists of numbers into one row, and pad it with ``fill``.
+    """Concatenate sequences into one row, and pad it.
 
-    multiple: the row is padded to a multiple of this many tokens; default 128
-    longest:  upper bound of the tokens of a sequence; default: the longest one, rounded up to a multiple of 64
+    sequences: tensors [length, ...], arrays or lists of numbers
+    multiple:  number of tokens to whose multiple the row is padded; default 128
+    longest:   upper bound of the tokens of a sequence; default: the longest one, rounded up to a multiple of 64
+    fill:      value of the padding; default 0
+
+    >>> packed = echelon.nn.pack([torch.arange(3), torch.arange(5)])
     """
     parts = [torch.as_tensor(sequence) for sequence in sequences]
     return pack_concatenated(
@@ -135,10 +144,15 @@ def _filled(tokens: int, multiple: int) -> int:
 def mean_over_samples(each: Tensor, of: Packed, counted: Tensor | None = None) -> Tensor:
     """Return the mean over samples of each sample's mean of ``each`` [t].
 
+    each:    [t]: a number per token, such as its loss
+    of:      the sequences
     counted: tokens to include, [t] bool; default all. A sample without included tokens contributes 0
 
     The result equals the loss of the padded batch, so the batch may be split in any way. It is the same in every run,
     because every token is weighted by itself and only integers are summed per sample.
+
+    >>> packed = echelon.nn.pack([torch.arange(3), torch.arange(5)])
+    >>> mean = echelon.nn.mean_over_samples(torch.rand(len(packed.values)), packed)
     """
     owners = of.owners()
     counted = (owners < of.samples) if counted is None else counted & (owners < of.samples)

@@ -22,10 +22,16 @@ FLASH_WIDTH = 256  #: largest width of a head, which must also be a multiple of 
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
-    """Return the attention of each token to the tokens of its own sequence; all tensors are [t, heads, width].
+    """Return the attention of each token to the tokens of its own sequence, [t, heads, width].
 
-    causal:   a token does not attend to later tokens; default False
-    dropout:  dropout probability; default 0
+    q, k, v: queries, keys and values, [t, heads, width]
+    bounds:  boundaries of the sequences, as in ``Packed.bounds``
+    causal:  True if a token does not attend to later tokens; default False
+    dropout: dropout probability; default 0
+
+    >>> bounds = echelon.nn.pack([torch.arange(3), torch.arange(5)]).bounds
+    >>> q = k = v = torch.rand(128, 2, 16)
+    >>> out = echelon.nn.packed_attention(q, k, v, bounds, causal=True)
     """
     if has_torch_function((q, k, v)):
         mixed: Tensor = handle_torch_function(

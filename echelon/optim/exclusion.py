@@ -24,7 +24,13 @@ BIASES = ("bias", ".b_0")
 
 
 def excluded_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the parameters that match any of the ``patterns``, in the order of the model."""
+    """Return the names of the parameters that match any of the ``patterns``, in the order of the model.
+
+    model:    torch module
+    patterns: parts of names, or 'bias', 'batch_norm', 'layer_norm', ...
+
+    >>> names = echelon.optim.excluded_names(model, ["bias", "layer_norm"])
+    """
     if isinstance(patterns, str):
         raise UsageError(f"exclude takes a list of patterns, got {patterns!r}; write [{patterns!r}]")
     matched: set[str] = set()

@@ -30,8 +30,16 @@ class FTRL(ForeachOptimizer):
 
     w = 0 where |z| <= l1, else -(z - sign(z) * l1) / (n_new^-lr_power / lr + 2 * l2)
 
-    n starts at ``initial_accumulator`` and z at 0. The weights are computed from n and z alone: initial weights enter
-    only through sigma, and a weight whose gradient is 0 in the first step becomes 0.
+    params:              parameters, or groups of parameters
+    lr:                  learning rate
+    lr_power:            exponent of the sum of squared gradients n, default -0.5
+    initial_accumulator: initial n, default 0.1; z starts at 0
+    l1, l2:              regularization, default 0
+
+    The weights are computed from n and z alone: initial weights enter only through sigma, and a weight whose gradient
+    is 0 in the first step becomes 0.
+
+    >>> optimizer = echelon.optim.FTRL(model.parameters(), lr=0.1, l1=1e-4)
     """
 
     bounds: ClassVar[dict[str, Bound]] = {

@@ -25,8 +25,15 @@ class LAMB(LayerwiseOptimizer):
 
     w -= lr * (|w| / |r|, or 1 where either is 0) * r
 
-    exclude: parameters without weight decay and trust ratio
-    fused:   True requires the fused kernel, False disables it, None uses it where it can run (CUDA, fp32)
+    params:       parameters, or groups of parameters
+    lr:           learning rate
+    betas:        decay of the moments, default (0.9, 0.999)
+    eps:          term of the denominator, default 1e-6
+    weight_decay: default 0.01
+    exclude:      parameters without weight decay and trust ratio
+    fused:        True requires the fused kernel, False disables it, None uses it where it can run (CUDA, fp32)
+
+    >>> optimizer = echelon.optim.LAMB(model.parameters(), lr=1e-3)
     """
 
     bounds: ClassVar[dict[str, Bound]] = {

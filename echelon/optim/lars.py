@@ -23,8 +23,16 @@ class LARS(LayerwiseOptimizer):
 
     v = momentum * v + local_lr * (g + weight_decay * w);  w -= v
 
-    exclude: parameters without weight decay and trust ratio
-    fused:   True requires the fused kernel, False disables it, None uses it where it can run (CUDA, fp32)
+    params:       parameters, or groups of parameters
+    lr:           learning rate
+    momentum:     default 0.9
+    coeff:        trust coefficient, default 0.001
+    weight_decay: default 0.0005
+    eps:          term of the denominator, default 0
+    exclude:      parameters without weight decay and trust ratio
+    fused:        True requires the fused kernel, False disables it, None uses it where it can run (CUDA, fp32)
+
+    >>> optimizer = echelon.optim.LARS(model.parameters(), lr=0.1)
     """
 
     bounds: ClassVar[dict[str, Bound]] = {

@@ -21,6 +21,7 @@ POSITION = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 class Schedule(LRScheduler):
     """The schedule ``lr = base_lr * decay(step) * warmup(step)`` of each parameter group; call ``step()`` once a step.
 
+    optimizer:    optimizer of torch
     total_steps:  number of training steps; required by the luong schemes
     decay:        "fixed"        constant learning rate (default)
                   "exponential"  multiplied by ``decay_factor`` after every ``decay_steps``
@@ -36,6 +37,8 @@ class Schedule(LRScheduler):
     decay_factor: factor of the exponential decay; default 0.94
 
     The state dict has only the position in the schedule; its shape is that of the current run.
+
+    >>> scheduler = echelon.optim.Schedule(optimizer, total_steps=1000, decay="luong234", warmup_steps=100)
     """
 
     def __init__(

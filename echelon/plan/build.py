@@ -55,8 +55,16 @@ def make_plan(
 
     If the model is split or staged, the plan has no buckets yet: ``complete`` adds them once the parts are known.
 
-    marks: marks on the model's modules; default None: unmarked
-    mesh:  sizes of the axes; default None: marks and cluster decide
+    model:          torch module
+    optimizers:     optimizers by name
+    strategy:       options of the run
+    ranks:          number of ranks
+    ranks_per_host: number of ranks per host, default 1
+    marks:          marks on the model's modules; default None: unmarked
+    cluster:        rule that groups ranks into slices
+    mesh:           sizes of the axes; default None: marks and cluster decide
+
+    >>> plan = echelon.plan.make_plan(model, {"0": optimizer}, echelon.Strategy(shard=1), ranks=4)
     """
     marks = _with_default(model, marks or UNMARKED)
     refuse_conflicts(strategy, _implied(marks))

@@ -34,6 +34,8 @@ class Draft:
     widths:         relative widths of the shards of split layers; () for equal widths
     order:          ranks in the order of mesh positions; () for 0, 1, 2, ...
     compile:        True if units are compiled
+
+    >>> draft = echelon.planner.Draft(batch=512, replicate=8, split=4, amp="bf16")
     """
 
     batch: int

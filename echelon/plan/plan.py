@@ -21,7 +21,16 @@ from echelon.strategy.fastpath_choice import FastPathChoice
 
 @strict
 class Parameter:
-    """The properties of one parameter, which must be equal on every rank."""
+    """The properties of one parameter, which must be equal on every rank.
+
+    name:      name of the parameter in the model
+    shape:     its shape
+    dtype:     its dtype, by name
+    trainable: True if it has gradients
+    sparse:    True if its gradients are sparse
+
+    >>> parameter = echelon.plan.Parameter(name="weight", shape=(3, 8), dtype="float32")
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -34,8 +43,14 @@ class Parameter:
 class Bucket:
     """Parameters whose gradients are reduced together, in the order in which backward is expected to finish them.
 
-    stages: ranks along the stage axis that hold the parameters
-    axes:   mesh axes over which the gradients are reduced
+    optimizer:  name of the optimizer
+    parameters: names of the parameters
+    stages:     ranks along the stage axis that hold the parameters
+    axes:       mesh axes over which the gradients are reduced
+    sparse:     True if the gradients are sparse
+    compressed: True if only the largest entries are sent, once DGC has begun
+
+    >>> bucket = echelon.plan.Bucket(optimizer="0", parameters=("weight", "bias"))
     """
 
     optimizer: str
@@ -53,6 +68,8 @@ class Plan:
     """The actions of all ranks. Two ranks with equal hashes run the same collectives in the same order.
 
     mesh, order:    sizes of the axes (see base/mesh.py), and the ranks in the order of mesh positions; () for 0, 1, ...
+    model:          all parameters
+    buckets:        parameters whose gradients are reduced together
     splits:         modules whose weights are cut over the split axis
     batch_per_split_rank: True if ranks along the split axis have different batches; False if they share one
     pipeline:       number of micro-batches and schedule of the pipeline; None without a pipeline
@@ -63,10 +80,20 @@ class Plan:
     comm_dtype:     16-bit dtype in which gradients (DGC: values, LocalSGD: weight changes) are sent; None: as they are
     recompute:      modules that are recomputed together in backward, one tuple per segment
     recompute_chains: sequences that are cut into segments by the first batch
+    offload:        True if kept activations of segments move to host memory
     lars, lamb:     optimizer that replaces the given one; ``no_weight_decay`` has the parameters without weight decay
+    no_weight_decay: see lars
     local:          LocalSGD settings, if ranks step alone and average weights from time to time
     low_memory:     16-bit weights with remainders and 8-bit moments, updated during backward
     fast:           fast paths that were chosen automatically
+    sync_batch_norm: modules whose batch-norm statistics are computed over all replicas
+    bucket_mb:      sizes of the first and of the other buckets, in MB
+    communicators:  as in ``Reduction``
+    reduce_op:      ``op`` of ``Reduction``
+    gradient_merge, clip, amp, dgc, lr_scaling: as in ``Strategy``
+    version:        version of the format
+
+    >>> print(engine.plan.describe())
     """
 
     mesh: dict[str, int]
@@ -128,10 +155,22 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
+        """Return the plan as JSON text.
+
+        indent: spaces per level; default: one line
+
+        >>> text = engine.plan.to_json(indent=2)
+        """
         return json.dumps(dataclasses.asdict(self), sort_keys=True, indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """Return the plan of a text that ``to_json`` wrote.
+
+        text: JSON text
+
+        >>> plan = echelon.Plan.from_json(engine.plan.to_json())
+        """
         try:
             return build(cls, json.loads(text))
         except ValueError as error:  # UsageError is one

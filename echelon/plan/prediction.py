@@ -59,6 +59,10 @@ class Prediction:
     parts:   the same seconds by cause (see ``PARTS``); they add up to ``seconds``
     memory:  one entry per rank along the stage axis (the fullest device if the ranks of a stage differ)
     events:  the pipeline's timeline, for a figure; empty if it was not requested
+
+    >>> cluster = echelon.planner.Cluster.parse("8xA100")
+    >>> found = echelon.planner.predict(profile, cluster, echelon.planner.Draft(batch=64, replicate=8))
+    >>> milliseconds = 1000 * found.seconds
     """
 
     seconds: float

@@ -18,6 +18,8 @@ class Log:
     tensorboard: True also writes TensorBoard event files
     placement:   True prints which module is on which devices (``log_device_placement``)
     timeline:    steps to record on all ranks: "5:10", or True for a few steps after the warm-up (docs/timeline.md)
+
+    >>> engine = echelon.distribute(model, optimizer, loss=loss, log=echelon.Log(every=50, dir="runs/first"))
     """
 
     every: int = 10

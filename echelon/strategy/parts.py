@@ -23,6 +23,8 @@ class Amp:
     backoff:         factor by which the scale shrinks after ``backoff_after`` consecutive overflows
     backoff_after:   number of consecutive overflows before the scale shrinks
     min_scale:       lowest value of the dynamic scale
+
+    >>> strategy = echelon.Strategy(amp=echelon.Amp(dtype="fp16", init_scale=2.0**12))
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
@@ -56,6 +58,8 @@ class Recompute:
 
     checkpoints: names or patterns of modules whose outputs are kept ("layers.*"); default "auto" finds repeated blocks
     offload:     True moves the kept activations to host memory between forward and backward
+
+    >>> strategy = echelon.Strategy(recompute=echelon.Recompute(checkpoints=("layers.*",), offload=True))
     """
 
     checkpoints: tuple[str, ...] | Literal["auto"] = "auto"
@@ -70,6 +74,8 @@ class Lars:
     weight_decay, eps:         terms of the LARS formula (``echelon.optim.LARS``)
     exclude_from_weight_decay: parameters (by part of their name, or 'bias', 'batch_norm', 'layer_norm', ...) that
                                get neither weight decay nor a trust ratio
+
+    >>> strategy = echelon.Strategy(lars=echelon.Lars(exclude_from_weight_decay=("bias", "batch_norm")))
     """
 
     coeff: float = 0.001
@@ -85,7 +91,13 @@ class Lars:
 
 @strict
 class Lamb:
-    """Replaces the user's Adam by LAMB; ``exclude_from_weight_decay`` has the same meaning as in Lars."""
+    """Replaces the user's Adam by LAMB, which scales the update of each layer by a trust ratio.
+
+    weight_decay, eps:         terms of the LAMB formula (``echelon.optim.LAMB``)
+    exclude_from_weight_decay: as in Lars
+
+    >>> strategy = echelon.Strategy(lamb=echelon.Lamb(exclude_from_weight_decay=("bias", "layer_norm")))
+    """
 
     weight_decay: float = 0.01
     eps: float = 1e-6
@@ -106,6 +118,8 @@ class Dgc:
     rampup_step:       number of steps over which the values of ``sparsity`` are used
     min_size:          number of entries below which a parameter's gradient is sent dense
     hierarchical:      True reduces dense gradients within a host and sparse ones between hosts
+
+    >>> strategy = echelon.Strategy(dgc=echelon.Dgc(sparsity=(0.75, 0.9375, 0.999), rampup_step=100))
     """
 
     sparsity: tuple[float, ...] = (0.999,)
@@ -124,7 +138,13 @@ class Dgc:
 
 @strict
 class Outer:
-    """The outer Nesterov optimizer of DiLoCo: it steps with the averaged change of the weights since the last sync."""
+    """The outer Nesterov optimizer of DiLoCo: it steps with the averaged change of the weights since the last sync.
+
+    lr:       learning rate of the outer optimizer
+    momentum: its Nesterov momentum
+
+    >>> strategy = echelon.Strategy(localsgd=echelon.LocalSgd(k_steps=100, outer=echelon.Outer(lr=0.5)))
+    """
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -142,6 +162,8 @@ class LocalSgd:
     begin_step:       step before which weights are averaged after every step
     average_momentum: True also averages the optimizer state, which is local otherwise
     outer:            True or an Outer: the averaged change is the gradient of an outer optimizer
+
+    >>> strategy = echelon.Strategy(localsgd=echelon.LocalSgd(k_steps=16, begin_step=1000))
     """
 
     k_steps: int = 8
@@ -159,11 +181,14 @@ class LocalSgd:
 class AdaptiveLocalSgd:
     """LocalSGD with a k that follows loss and learning rate: many local steps early, fewer later.
 
-    init_k_steps: initial k
-    max_k_steps:  largest k; the smallest is 1
-    rule:         "adacomm" (``init_k_steps`` outside the square root) or "fleet" (inside it, as in Paddle Fleet)
+    init_k_steps:     initial k
+    max_k_steps:      largest k; the smallest is 1
+    begin_step:       as in LocalSgd
+    rule:             "adacomm" (``init_k_steps`` outside the square root) or "fleet" (inside it, as in Paddle Fleet)
+    average_momentum: as in LocalSgd
+    outer:            as in LocalSgd
 
-    The other settings are those of LocalSgd.
+    >>> strategy = echelon.Strategy(adaptive_localsgd=echelon.AdaptiveLocalSgd(init_k_steps=4))
     """
 
     init_k_steps: int = 8
@@ -186,6 +211,8 @@ class LrScaling:
 
     rule:         "linear" multiplies the rate by n, "sqrt" by the square root of n
     warmup_steps: number of steps over which the rate grows from the given one to the scaled one, default 500
+
+    >>> strategy = echelon.Strategy(lr_scaling=echelon.LrScaling(rule="sqrt", warmup_steps=200))
     """
 
     rule: Literal["linear", "sqrt"] = "linear"
@@ -206,6 +233,8 @@ class Shard:
     level:   1 shards the optimizer state, 2 also the gradients, 3 also the parameters (default)
     offload: "optimizer" keeps the optimizer state in host memory and steps there; "parameters" (level 3 only) also
              keeps the parameter shards there
+
+    >>> strategy = echelon.Strategy(shard=echelon.Shard(level=2, offload="optimizer"))
     """
 
     level: Literal[1, 2, 3] = 3
@@ -226,6 +255,8 @@ class Fast:
     graphs:        forward and backward as one CUDA graph, if the host is the bottleneck of the step (docs/fast.md)
     bf16:          forward and loss in bf16; ``amp=`` takes precedence
     pad:           a rounded-up size for large output layers, such as a vocabulary of 50,257, which is faster on GPUs
+
+    >>> strategy = echelon.Strategy(fast=echelon.Fast(compile=False))
     """
 
     compile: bool | Literal["blocks", "whole"] | None = None
@@ -246,6 +277,8 @@ class LowMemory:
     state:   place of remainders and moments: "auto" (default) uses the device as far as it has room, then host memory;
              "device" and "host" put all of them in one place
     reserve: device memory that "auto" leaves for activations and gradients: bytes, or text such as "16 GB"
+
+    >>> strategy = echelon.Strategy(low_memory=echelon.LowMemory(state="host"))
     """
 
     state: Literal["auto", "device", "host"] = "auto"
@@ -268,6 +301,8 @@ class Auto:
     allow:   approximate methods that may be used; the predicted gain of all of them is reported in any case
     memory:  memory limit per device, in bytes or as in "60 GB"; None is all memory of the device
     cluster: the machines, as in "2x8xH100" or a file; None is the current machine as measured by ``echelon bench``
+
+    >>> strategy = echelon.Strategy(auto=echelon.Auto(cluster="2x8xH100", memory="60 GB"))
     """
 
     measure: bool | None = None
@@ -292,6 +327,8 @@ class Reduction:
     communicators:   number of process groups that reduce buckets in parallel, default 1
     op:              "auto" gives the result of one process: the mean over the global batch, or the sum if the loss is a
                      sum over samples; "mean" is always over the global batch; "sum" is over replicas
+
+    >>> strategy = echelon.Strategy(reduction=echelon.Reduction(bucket_mb=50))
     """
 
     bucket_mb: float = 25.0
@@ -347,9 +384,14 @@ class ParameterServer:
     prefetch:       True reads the rows of the next batch during the current step (in async mode these rows miss the
                     update of the current step)
     server_device:  device of dense blocks on servers: "cpu" or "cuda"
-    journal, replica, snapshot_every, journal_mb: durability of server state, see docs/parameter_server.md
+    journal:        True writes every update to disk before it is confirmed
+    replica:        True also sends the journal to the next server
+    snapshot_every: seconds between two snapshots of a server's state, default 60
+    journal_mb:     size of the journal in MB that also causes a snapshot, default 2048
     patience:       seconds without a message before a worker is considered lost, default 60
     timeout:        seconds without a message before a server is considered lost, default 120
+
+    >>> strategy = echelon.Strategy(ps=echelon.ParameterServer(mode="bounded", staleness=2))
     """
 
     mode: Literal["sync", "async", "bounded", "geo", "hybrid"] = "sync"

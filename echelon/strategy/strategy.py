@@ -57,7 +57,7 @@ class Strategy:
     shard:             1, 2 or 3 (also ``True``), or a Shard: ZeRO level of optimizer state, gradients, parameters
     ps:                "sync" (also ``True``), "async", "bounded", "geo", "hybrid", or a ParameterServer: sparse tables
                        and dense parameters on servers
-    low_memory:              True or a LowMemory: six bytes per parameter, for models that are too large for one device
+    low_memory:        True or a LowMemory: six bytes per parameter, for models that are too large for one device
     gradient_merge:    number of steps whose gradients are accumulated before one reduction and one update, default 1
     fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16-bit gradients on the network
     clip:              largest global norm of the gradients; larger gradients are scaled down
@@ -67,6 +67,9 @@ class Strategy:
     reduction:         a Reduction: settings of the gradient all-reduce
     fast:              a Fast: settings of the fast path; False disables all of it
     auto:              True, "measure" or an Auto: the plan is found automatically; no other option may be set
+
+    >>> strategy = echelon.Strategy(amp="bf16", shard=1, gradient_merge=4, clip=1.0)
+    >>> engine = echelon.distribute(model, optimizer, loss=loss, strategy=strategy)
     """
 
     amp: bool | Literal["bf16", "fp16"] | Amp | None = None
@@ -103,7 +106,12 @@ class Strategy:
         return fleet_names.translate(given, label, _SETTINGS)
 
     def part(self, kind: type[T]) -> T | None:
-        """Return the settings of one option, as in ``strategy.part(Dgc)``, or None if the option is off."""
+        """Return the settings of one option, or None if the option is off.
+
+        kind: class of the settings
+
+        >>> echelon.Strategy(shard=2).part(echelon.Shard)
+        """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, kind):
@@ -127,6 +135,8 @@ class Strategy:
         ranks:          number of ranks of the job, default 2
         ranks_per_host: number of ranks per host; None means that all ranks share a host
         sample:         input, or tuple of inputs, of the size of one rank's batch, to measure the activations
+
+        >>> print(echelon.Strategy(shard=3).explain(model, ranks=8))
         """
         from echelon.tools.explain.strategy_report import explain
 
@@ -138,15 +148,31 @@ class Strategy:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Strategy:
+        """Build a Strategy from the values that ``to_dict`` returns.
+
+        values: values by option
+
+        >>> strategy = echelon.Strategy.from_dict({"shard": 2, "clip": 1.0})
+        """
         return build(cls, values)
 
     def save(self, path: str | Path) -> None:
-        """Write the options that differ from the defaults to a .yaml, .yml or .json file."""
+        """Write the options that differ from the defaults to a .yaml, .yml or .json file.
+
+        path: file to write
+
+        >>> echelon.Strategy(shard=2).save("strategy.yaml")
+        """
         strategy_files.write(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Load a Strategy from a .yaml, .yml or .json file, with the checks of the constructor."""
+        """Load a Strategy from a .yaml, .yml or .json file, with the checks of the constructor.
+
+        path: file to read
+
+        >>> strategy = echelon.Strategy.load("strategy.yaml")
+        """
         values = strategy_files.read(path)
         return strategy_files.named(path, lambda: cls.from_dict(values))
 

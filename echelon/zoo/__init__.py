@@ -16,6 +16,8 @@ def load(name: str, **parameters: Any) -> "Application":
 
     name:       name of a model, see ``echelon zoo list``
     parameters: parameters of ``echelon train``: num_classes, image_size, dataset_name, dataset_dir, batch_size, ...
+
+    >>> application = echelon.zoo.load("lenet", dataset_name="digits")
     """
     from echelon.zoo.application import load as load_application  # imported here because it imports this package
 

@@ -18,8 +18,13 @@ OWN_RUNNER = "own"  #: the family of user models
 class Setting:
     """A parameter that a model or a data set adds to the common ones.
 
+    name:     name of the parameter
+    default:  its default
+    meaning:  description in one line
     kind:     type, if the default does not determine it (as None): ``int``, ``str | None``, ``Literal["a", "b"]``
     required: True if the user must give a value
+
+    >>> setting = echelon.zoo.Setting(name="width", default=64, meaning="width of the layers")
     """
 
     name: str
@@ -39,6 +44,8 @@ class Request:
 
     values: values by parameter name
     task:   name of the task (echelon.zoo.tasks), which defines the batch, the loss and the metrics
+
+    >>> request = echelon.zoo.Request({"num_classes": 10}, "classify")
     """
 
     values: Mapping[str, Any]
@@ -57,6 +64,7 @@ class Request:
 class Model:
     """A model of the zoo: its constructor, its tasks and its recommended training settings.
 
+    name:       name of the model
     runner:     model family, the value of ``--runner_name``
     build:      function that builds the model for a request; it draws weights from torch's global generator only
     tasks:      tasks the model can learn, by ``--task_type``; the first that the data set provides is used
@@ -74,6 +82,14 @@ class Model:
     tiny:       values that make the model small, for tests and a first try
     same_as:    name of the entry of which this is an alias
     loss:       loss of the model, a function of (output, target), which replaces the loss of the task
+
+    >>> line = echelon.zoo.Model(
+    ...     name="line",
+    ...     runner="tabular",
+    ...     build=lambda request: nn.Linear(8, request["num_classes"]),
+    ...     tasks={"classification": ("points",)},
+    ...     about="one linear layer",
+    ... )
     """
 
     name: str
@@ -107,6 +123,8 @@ class Data:
     arrive:      function applied to the inputs of a batch (without the target) on the device, before the model, or
                  None; images are copied as bytes and become normalized floats there
     about:       line for the console: number, kind and source of the samples
+
+    >>> data = echelon.zoo.Data(train=(x, y), facts={"num_classes": 3})
     """
 
     train: Any
@@ -121,12 +139,20 @@ class Data:
 class Dataset:
     """A kind of data set of the zoo.
 
+    name:     name of the data set
     open:     function that finds and reads the data. Every rank calls it, so it must give the same result on each. It
               raises DataError with one line if a folder is missing, empty or partly downloaded
     tasks:    tasks for which the data set provides batches
     about:    description in one line
     settings: parameters of the data set itself
     defaults: defaults of common parameters for this data set
+
+    >>> points = echelon.zoo.Dataset(
+    ...     name="points",
+    ...     open=lambda request: echelon.zoo.Data(train=(x, y)),
+    ...     tasks=("classification",),
+    ...     about="points of three classes",
+    ... )
     """
 
     name: str

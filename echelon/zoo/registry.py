@@ -53,7 +53,12 @@ def all_datasets() -> Mapping[str, Dataset]:
 
 
 def model(name: str) -> Model:
-    """Return the model of this name; ``timm:NAME`` and ``hf:NAME`` are library models, ``file.py:Name`` is a user's."""
+    """Return a model of the zoo.
+
+    name: name of an entry; ``timm:NAME`` and ``hf:NAME`` are library models, ``file.py:Name`` is a user's
+
+    >>> entry = echelon.zoo.model("resnet_v1_50")
+    """
     library, _, inner = name.partition(":")
     if _is_own(name):
         from echelon.zoo.own import own_model
@@ -87,7 +92,12 @@ def setting_names() -> frozenset[str]:
 
 
 def dataset(name: str) -> Dataset:
-    """Return the data set of this name; ``file.py:Name`` is a user's data set."""
+    """Return a data set of the zoo.
+
+    name: name of an entry; ``file.py:Name`` is a user's data set
+
+    >>> entry = echelon.zoo.dataset("digits")
+    """
     if _is_own(name):
         from echelon.zoo.own import own_dataset
 

@@ -115,6 +115,12 @@ def test_dir_lists_the_public_names_and_imports_nothing() -> None:
     assert all(hasattr(echelon, name) for name in first)
 
 
+def test_ipython_completes_the_public_names() -> None:
+    completer = pytest.importorskip("IPython.core.completer").Completer(namespace={"echelon": echelon})
+    assert completer.attr_matches("echelon.dis") == ["echelon.distribute"]
+    assert completer.attr_matches("echelon.nn.Mo") == ["echelon.nn.MoE"]
+
+
 def test_help_names_every_parameter() -> None:
     for function, names in ((echelon.distribute, _OPTIONS), *((each, None) for each in MARKS)):
         text = inspect.getdoc(function) or ""

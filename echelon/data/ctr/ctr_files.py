@@ -20,11 +20,25 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class CtrFiles:
     """Rows of click logs. A loader yields them as ``ids, dense, label``.
 
+    paths:       list of paths, or a pattern; text may be gzip
+    format:      "criteo", "csv" or "parquet"
+    label:       column of the label; None for files without one
+    positive:    texts of the label that mean 1; default: the label is a number
+    numeric:     columns of ``dense``
+    categorical: columns of ``ids``; as a mapping, columns with the same value share their ids
+    names:       columns of CSV files without a header
+    delimiter:   delimiter of CSV files
+    transform:   transformation of numbers: "log1p" (default), "none", or a function of an array
+    fill:        value of a missing number
+    missing:     texts that mean a missing value
+    broken:      "skip" skips rows that cannot be read, and counts them in ``skipped``; "error" (default) raises
+    seed:        seed of the hash of ids
+    block_bytes: bytes that are read at once
+
     ``ids`` is int64 [rows, slots], each value hashed together with its column's name; ``dense`` is float32 [rows, k];
-    ``label`` is float32 [rows], and absent with ``label=None``. ``paths`` is a list of paths or a pattern. Text may be
-    gzip. ``names`` are the columns of CSV files without a header. ``categorical`` may be a mapping: columns with the
-    same value share their ids. ``positive`` are the label texts that mean 1. ``missing`` are texts that mean a missing
-    value. ``broken="skip"`` skips rows that cannot be read, and counts them in ``skipped``.
+    ``label`` is float32 [rows], and absent with ``label=None``.
+
+    >>> rows = echelon.data.CtrFiles("clicks.csv", format="csv", numeric=["age"], categorical=["user", "item"])
     """
 
     def __init__(

@@ -34,10 +34,15 @@ class Downloader:
     """Downloads the files that ``spec`` names into ``out``: complete, verified, and only those that are missing.
 
     spec:      a .yaml or .json file, its URL, or the same as a dict
+    out:       directory to download into
     worker:    index of this worker among ``workers``; it downloads every ``workers``-th file from this index on
+    workers:   number of workers that share the work
     parallel:  number of simultaneous downloads; by default the spec decides
     token_env: name of the environment variable with a token for the server (Authorization: Bearer)
     quiet:     print no progress
+
+    >>> spec = {"base": "https://data.example.org/mnist", "files": ["labels.gz"]}
+    >>> downloader = echelon.data.Downloader(spec, "data")
     """
 
     def __init__(

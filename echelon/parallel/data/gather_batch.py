@@ -23,9 +23,13 @@ def gather_batch(features: Tensor, /, *more: Tensor) -> tuple[Tensor, ...]: ...
 def gather_batch(*features: Any) -> Any:
     """Gather the rows (dimension 0) of all replicas, with gradients; in one process, return the arguments.
 
+    features: tensors with a row per sample
+
     Every replica gets the rows of the global batch in replica order, as ``engine.loader`` distributes them; shares may
     be uneven. A mean loss of the gathered rows, computed on every replica, has the value and the gradients that one
     process computes. In a pipeline the rows are those of one micro-batch.
+
+    >>> images, texts = echelon.nn.gather_batch(images, texts)
     """
     from echelon.parallel.data.batch_rows import BatchRows
     from echelon.parallel.tensor import ShardedActivation

@@ -24,11 +24,13 @@ class RowSource(Protocol):
 
 
 class SparseEmbedding(nn.Module):
-    """Rows of ``dim`` floats for any int64 id, such as a negative id, 0 or 2**63 - 1; training an id creates its row.
+    """A table of rows for any int64 id, such as a negative id, 0 or 2**63 - 1; training an id creates its row.
 
     The module has no parameters: the rows are not part of the model, and the optimizer given to ``distribute`` does not
     see them. The server applies their gradients with ``optimizer``.
 
+    dim:         floats per row
+    more:        refused, because a table has no number of ids
     name:        name of the table; default: the module's own name in the model. Modules of one name share a table
     optimizer:   a rule of ``echelon.strategy.sparse_update_rules``, or its name: sgd, momentum, adagrad, row_adagrad,
                  adam, ftrl
@@ -37,8 +39,17 @@ class SparseEmbedding(nn.Module):
     combiner:    reduction of a bag of ids to one vector: "sum", "mean", or "sqrtn", which is the sum divided by the
                  root of the sum of squared weights; default: none
     padding_id:  id that reads as zeros and is never trained; default: none
-    capacity ... disk: see ``echelon.parameter_server.protocol.job_spec.TableSpec``
+    capacity:    most rows of the table over all servers; default: limited by memory only
+    on_full:     raise an error for new rows ("error", default), or evict the least recently ("lru") or least frequently
+                 ("lfu") pushed rows
+    admit_after: number of pushes of an id from which on its row can be created; default 1
+    admit_probability: probability, at each such push, that the row is created; default 1
+    expire_passes: passes over the data without a push after which a row is removed; default: never
+    expire_seconds: seconds without a push after which a row is removed; default: never
+    disk:        True keeps rows in a memory-mapped file, so that cold rows can leave memory; default False
     other_names: Fluid's spelling (``size=[dict_size, width], is_sparse=True``) and torch's (``num_embeddings``)
+
+    >>> embedding = echelon.nn.SparseEmbedding(16, name="users", combiner="mean")
     """
 
     def __init__(

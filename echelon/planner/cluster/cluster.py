@@ -171,7 +171,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All hosts, in groups of equal hosts: ``((4, host),)`` means four equal hosts. Ranks are numbered host by host."""
+    """All hosts of a job. Ranks are numbered host by host.
+
+    hosts:   groups of equal hosts: ``((4, host),)`` means four equal hosts
+    network: link between hosts; its bandwidth is that of one host
+    name:    name of the cluster
+
+    >>> cluster = echelon.planner.Cluster.parse("4x8xH100")
+    """
 
     hosts: tuple[tuple[int, Host], ...]
     network: Link  # between hosts; its bandwidth is that of one host
@@ -181,17 +188,25 @@ class Cluster:
     def parse(text: str | Path, *, bench: str | Path | Literal[False] | None = None) -> Cluster:
         """Parse a cluster description or read a file.
 
-        Accepted are ``"4x8xH100"``, ``"8xV100"``, ``"2x8xV100+1x8xT4"``, ``"4x8xH100@100Gb"``, the path of a YAML
-        file, or ``"here"``. Figures measured by ``echelon bench`` replace those of the catalog.
+        Figures measured by ``echelon bench`` replace those of the catalog.
 
+        text:  ``"4x8xH100"``, ``"8xV100"``, ``"2x8xV100+1x8xT4"``, ``"4x8xH100@100Gb"``, the path of a YAML file, or
+               ``"here"``
         bench: bench file with the measured figures; default: the file at the default path, if it exists; False: none
+
+        >>> cluster = echelon.planner.Cluster.parse("2x8xV100+1x8xT4")
         """
         from echelon.planner.cluster.parse import parse
 
         return parse(text, bench)
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write the cluster to a YAML file that ``parse`` reads."""
+        """Write the cluster to a YAML file that ``parse`` reads.
+
+        path: file to write
+
+        >>> echelon.planner.Cluster.parse("4x8xH100").to_yaml("cluster.yaml")
+        """
         from echelon.planner.cluster.yaml_file import write
 
         write(self, path)
@@ -254,6 +269,8 @@ class Cluster:
         memory, speed, bandwidth: factors on the memory, the peak FLOP/s and the memory bandwidth of every device
         hosts:            number of hosts; several kinds of hosts keep their proportion
         device:           device that replaces all devices
+
+        >>> slower = echelon.planner.Cluster.parse("4x8xH100").with_(network=0.5)
         """
         from echelon.planner.cluster.device_catalog import device_named
 

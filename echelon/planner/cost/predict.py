@@ -41,11 +41,18 @@ def predict(
     simulate: bool = True,
     events: bool = False,
 ) -> Prediction:
-    """Predict one step.
+    """Predict the time and memory of one step.
 
+    profile:   profile of the model
+    cluster:   the machines
+    plan:      a Draft, or the Plan of a run
+    system:    figures of the framework that runs the plan; default: Echelon
     optimizer: name of the optimizer, one of ``system.state``; default "adam"
     simulate:  True to simulate the pipeline event by event, False to use closed forms; default True
     events:    True to include the pipeline's timeline; default False
+
+    >>> cluster = echelon.planner.Cluster.parse("8xA100")
+    >>> found = echelon.planner.predict(profile, cluster, echelon.planner.Draft(batch=64, replicate=8))
     """
     if isinstance(plan, Draft):
         return CostModel(profile, cluster, system, optimizer).predict(plan, simulate=simulate, events=events)

@@ -66,12 +66,19 @@ def search(
 ) -> SearchResult:
     """Search for the best plans for ``batch`` samples per step.
 
-    allow:   allowed techniques that change numerical results: "amp", "fp16_allreduce", "dgc", "localsgd"
-    memory:  bytes that training may use on each device; default: those of the cluster
-    keep:    largest number of plans in the result; default 10
-    fixed:   fields of a Draft that every plan must have: ``{"split": 2}``
-    devices: exact number of devices of a plan, the first ones of the cluster; default: any, some may stay idle
-    usual:   precision and compilation of a run without a strategy, which all plans have; default: fp32, not compiled
+    profile:   profile of the model
+    cluster:   the machines
+    batch:     samples of the global batch
+    allow:     allowed techniques that change numerical results: "amp", "fp16_allreduce", "dgc", "localsgd"
+    memory:    bytes that training may use on each device; default: those of the cluster
+    optimizer: name of the optimizer, one of ``system.state``; default "adam"
+    system:    figures of the framework that runs the plan; default: Echelon
+    keep:      largest number of plans in the result; default 10
+    fixed:     fields of a Draft that every plan must have: ``{"split": 2}``
+    devices:   exact number of devices of a plan, the first ones of the cluster; default: any, some may stay idle
+    usual:     precision and compilation of a run without a strategy, which all plans have; default: fp32, not compiled
+
+    >>> found = echelon.planner.search(profile, echelon.planner.Cluster.parse("8xA100"), batch=64)
     """
     begin = time.perf_counter()
     if batch < 1:

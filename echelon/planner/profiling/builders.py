@@ -32,7 +32,19 @@ def gpt(
 ) -> Profile:
     """Profile a decoder like GPT-2 and GPT-3: pre-norm, learned positions, a head tied to the embedding.
 
+    layers:          number of blocks
+    hidden:          width of the residual stream
+    heads:           number of attention heads
+    sequence:        tokens per sample
+    vocabulary:      number of token ids, default 51200
+    ffn:             hidden width of a feed-forward layer, default 4 * hidden
+    dropout:         dropout probability, default 0.1
     fused_attention: False to save the matrix of attention weights, as before fused kernels; default True
+    dtype:           dtype of the parameters, default float32
+    batch:           samples that are profiled, default 1
+    device:          kind of device whose kernels are counted, default "cuda"
+
+    >>> profile = echelon.planner.gpt(layers=2, hidden=64, heads=4, sequence=32)
     """
     with _shapes_only(dtype):
         model = gpt_model(layers, hidden, heads, sequence, vocabulary, ffn or 4 * hidden, dropout, fused_attention)
@@ -53,7 +65,13 @@ def bert(
     batch: int = 1,
     device: DeviceKind = "cuda",
 ) -> Profile:
-    """Profile an encoder like BERT: post-norm, and a masked-language-model head tied to the embedding."""
+    """Profile an encoder like BERT: post-norm, and a masked-language-model head tied to the embedding.
+
+    layers, hidden, heads, sequence, ffn, dropout, fused_attention, dtype, batch, device: as in ``gpt``
+    vocabulary: number of token ids, default 30522
+
+    >>> profile = echelon.planner.bert(layers=2, hidden=64, heads=4, sequence=32)
+    """
     with _shapes_only(dtype):
         model = bert_model(layers, hidden, heads, sequence, vocabulary, ffn or 4 * hidden, dropout, fused_attention)
     return _profiled(model, batch, sequence, f"bert({layers} layers, hidden {hidden})", device)
@@ -72,7 +90,15 @@ def llama(
     batch: int = 1,
     device: DeviceKind = "cuda",
 ) -> Profile:
-    """Profile a decoder like Llama: RMS norm, rotary positions, grouped-query attention, a gated MLP."""
+    """Profile a decoder like Llama: RMS norm, rotary positions, grouped-query attention, a gated MLP.
+
+    layers, hidden, heads, sequence, dtype, batch, device: as in ``gpt``
+    kv_heads:   number of heads of keys and values
+    ffn:        hidden width of a gated MLP
+    vocabulary: number of token ids, default 32000
+
+    >>> profile = echelon.planner.llama(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, sequence=32)
+    """
     with _shapes_only(dtype):
         model = llama_model(layers, hidden, heads, kv_heads, ffn, sequence, vocabulary)
     return _profiled(model, batch, sequence, f"llama({layers} layers, hidden {hidden})", device)

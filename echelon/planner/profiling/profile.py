@@ -60,11 +60,16 @@ def profile(
     name: str = "",
     device: DeviceKind | None = None,
 ) -> Profile:
-    """Profile the training of ``model``. ``batch`` and ``loss`` are as in ``Engine.step`` and ``distribute``.
+    """Profile the training of a model, without its memory and its devices.
 
+    model:  torch module
+    batch:  batch as in ``Engine.step``
+    loss:   loss as in ``distribute``
     call:   function ``call(model, batch)`` that returns the loss; default: ``loss(model(x), y)``
     name:   name of the profile; default: name of the model's class
     device: kind of device whose kernels are counted; default: that of the parameters
+
+    >>> profile = echelon.planner.profile(model, (x, y), loss=loss)
     """
     kind = device or _device_of(model)
     return Profile(model, batch, call or functools.partial(_objective, loss), name or type(model).__name__, kind)
@@ -84,13 +89,20 @@ def _objective(loss: Callable[..., Tensor] | None, model: nn.Module, batch: Any)
 class Profile:
     """A model's units and their costs, for any number of samples, any split and amp. Implements ``ProfileLike``.
 
-    members:    names of all modules of every unit; ``names`` has only the first of each
-    parameters: (name, entries, dtype, True if trained, index of the first unit that needs it) for each parameter
-
-    Arguments of the constructor:
+    model:      torch module
+    batch:      batch as in ``Engine.step``
+    step:       function ``step(model, batch)`` that returns the loss
+    name:       name of the profile
+    device:     kind of device whose kernels are counted
     units:      names of the modules that are units; default: found automatically
     splits:     marks of the modules to split; default: found automatically
     spread:     True if ranks of the split have batches of their own; default False
+
+    Attributes of the profile:
+    members:    names of all modules of every unit; ``names`` has only the first of each
+    parameters: (name, entries, dtype, True if trained, index of the first unit that needs it) for each parameter
+
+    >>> profile = echelon.planner.profile(model, (x, y), loss=loss)
     """
 
     def __init__(

@@ -4,7 +4,7 @@ with echelon.pipeline(micro_batches=4):
     with echelon.stage(): self.lower = Encoder(0, 12)
     with echelon.stage(): self.upper = Encoder(12, 24)
 with echelon.split():
-    self.head = torch.nn.Linear(2048, 1_000_000)
+    self.head = torch.nn.Linear(1024, 32_000)
 
 echelon.annotate(model, {"layers.0-11": stage(0), "layers.12-23": stage(1), "head": split(), "": pipeline()})
 """
@@ -51,7 +51,7 @@ def split(
     weights:  relative widths of the shards, [2, 1] if the first device is twice as fast; default equal widths
 
     >>> with echelon.split():
-    ...     self.head = torch.nn.Linear(2048, 1_000_000)
+    ...     self.head = torch.nn.Linear(1024, 32_000)
     >>> echelon.annotate(model, {"layers.*.up": echelon.split("column"), "layers.*.down": echelon.split("row")})
     """
     return Split(how=how, gather=gather, sequence=sequence, weights=_tuple(weights))
@@ -100,7 +100,12 @@ _default: Replicate | Split | None = None
 
 
 def set_default(mark: Replicate | Split | None) -> None:
-    """Set the mark of modules that have none; ``None`` restores the initial default, which is replicated."""
+    """Set the mark of modules that have none; ``None`` restores the initial default, which is replicated.
+
+    mark: ``replicate()``, ``split(...)`` or None
+
+    >>> echelon.set_default(echelon.split())
+    """
     global _default  # noqa: PLW0603 - one default for the process, as its name says
     if mark is not None and not isinstance(mark, Replicate | Split):
         raise UsageError(f"set_default({mark}): expected replicate(), split(...) or None")
@@ -110,8 +115,11 @@ def set_default(mark: Replicate | Split | None) -> None:
 def annotate(model: M, marks: Mapping[str, Any]) -> M:
     """Put marks on modules by name, and return the model.
 
-    A name is a module's full name (``""`` is the model itself), with ranges of numbers (``layers.0-11``) and patterns
-    as in file names (``encoder.*.attn``). A value is a mark or a list of marks.
+    model: torch module
+    marks: a mark or a list of marks by name: a module's full name (``""`` is the model itself), with ranges of numbers
+           (``layers.0-11``) and patterns as in file names (``encoder.*.attn``)
+
+    >>> model = echelon.annotate(model, {"layers.*.up": echelon.split("column"), "head": echelon.split()})
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern, given in marks.items():

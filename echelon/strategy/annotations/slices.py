@@ -23,7 +23,12 @@ _open: list[Slices] = []
 
 @strict
 class Slices:
-    """A rule that groups ranks into slices; passed to ``distribute(cluster=...)`` or opened around it."""
+    """A rule that groups ranks into slices, from ``cluster``; passed to ``distribute(cluster=)`` or opened around it.
+
+    average, row, specific, auto: as in ``cluster``
+
+    >>> slices = echelon.cluster(average=4)
+    """
 
     average: int | None = None
     row: bool = False
