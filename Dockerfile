@@ -23,14 +23,14 @@ RUN python3 -m venv /opt/echelon \
     && useradd --uid 1000 --create-home --non-unique echelon \
     && install --directory --owner=1000 --group=1000 /work
 
-# The libraries first, from the project's list alone: a change of the code leaves this layer as it is.
+# The libraries first, each held to its hash, and torch for this machine: a change of the code leaves this layer as it is.
 WORKDIR /opt/source
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-        > requirements.txt \
-    && pip install --constraint constraints.txt --extra-index-url "${TORCH_INDEX}" --requirement requirements.txt
+COPY constraints.txt ./
+COPY locks/core.txt locks/
+RUN pip install --no-deps --require-hashes --requirement locks/core.txt \
+    && pip install --constraint constraints.txt --extra-index-url "${TORCH_INDEX}" torch
 
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY echelon ./echelon
 RUN pip install --no-deps .
 

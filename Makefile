@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/pip install --no-compile --quiet --disable-pip-version-check
 
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: ready demo test test-gpu test-third-party matrix lint docs bench clean
+.PHONY: ready demo test test-gpu test-third-party test-lowest matrix lint docs bench lock audit sbom clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
@@ -17,7 +18,7 @@ test: $(READY)
 
 # Parity for models and data sets of other libraries; timm's tests run where timm can be imported.
 test-third-party: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[third-party]'
+	$(PIP) -c constraints.txt -e '.[third-party]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/third_party
 
 # What makes sense on a GPU, with the torch that sees it: nothing is installed. WORDS="parity shard" chooses files.
@@ -29,6 +30,32 @@ ready: $(READY)
 
 matrix: $(READY)
 	$(BIN)/python tests/support/matrix.py
+
+# Every library of the environment, its version and its hash, chosen anew; CI and the image install exactly these.
+LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-package torch
+lock: $(BIN)/uv
+	$(LOCK) --upgrade -c constraints.txt --custom-compile-command "make lock" -o locks/core.txt pyproject.toml
+	$(LOCK) --upgrade -c constraints.txt -c locks/core.txt --custom-compile-command "make lock" -o locks/dev.txt --extra dev pyproject.toml
+
+# The suite on the oldest versions that pyproject.toml admits, in an environment of its own.
+OLD := $(VENV)-lowest
+test-lowest: $(BIN)/uv
+	mkdir -p build
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct $(addprefix --extra ,images ray tensorboard text) -o build/lowest.txt pyproject.toml
+	$(BIN)/uv pip compile --quiet --extra dev -c build/lowest.txt -o build/lowest-dev.txt pyproject.toml
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLD)
+	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python -r build/lowest-dev.txt
+	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps -e .
+	$(OLD)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(WORDS)
+
+# Known vulnerabilities of the locked versions. It asks PyPI, and fails where PyPI does not answer for one of them.
+audit: $(BIN)/uv
+	$(BIN)/uv tool run pip-audit --strict --require-hashes --disable-pip -r locks/dev.txt
+
+# What an installation contains, as CycloneDX JSON.
+sbom: $(BIN)/uv
+	mkdir -p build
+	$(BIN)/uv tool run --from cyclonedx-bom cyclonedx-py environment --pyproject pyproject.toml -o build/sbom.json $(VENV)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,12 +69,17 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/data_parallel/data_parallel.py
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt locks/dev.txt
 	$(PYTHON) -c 'import sys; sys.exit("Echelon needs Python 3.11 or later; this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) --no-deps --require-hashes -r locks/dev.txt
+	$(PIP) -c constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $(READY)
 
+$(BIN)/uv: $(READY)
+	$(PIP) uv
+
 clean:
-	rm -rf $(VENV) build runs log .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) build runs log .mypy_cache .ruff_cache .pytest_cache
 	find echelon -name '*.nb[ic]' -delete
