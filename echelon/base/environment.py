@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from echelon.base.errors import UsageError
 
 LOG_DIR = "ECHELON_LOG_DIR"
+#: The launcher's command line as JSON, for the run log.
+COMMAND = "ECHELON_COMMAND"
 #: The directory of the run log, if it is not the log directory (``echelon train`` has an output_dir).
 RECORD_DIR = "ECHELON_RECORD_DIR"
 # Names that Paddle's scripts read. The launcher sets them; the number of hosts may also be given by them.

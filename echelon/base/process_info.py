@@ -1,10 +1,19 @@
-"""Memory and start time of processes, read from /proc. It does not import torch, because servers start without it."""
+"""Command line, memory and start time of processes. It does not import torch, because servers start without it."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
+
+
+def own_command() -> list[str]:
+    """Return the whole command line of this process, as a user types it: without the paths of python and echelon."""
+    interpreter, *words = sys.orig_argv or [""]
+    if words and os.path.basename(words[0]) == "echelon":
+        return ["echelon", *words[1:]]
+    return [os.path.basename(interpreter), *words]
 
 
 def process_memory() -> tuple[int | None, int | None]:

@@ -232,6 +232,12 @@ def _said(error: BaseException) -> str:
     return ": ".join([*places, str(error)])
 
 
+def _step() -> int:
+    """Return the newest step that this process has begun; 0 if none."""
+    activity = sys.modules.get("echelon.distributed.activity")
+    return activity.activity.step if activity is not None else 0
+
+
 def _record_end(error: BaseException, story: str, secondary: bool) -> None:
     plain_exit, is_ours = isinstance(error, SystemExit), _is_ours(error)
     record = {
@@ -241,6 +247,7 @@ def _record_end(error: BaseException, story: str, secondary: bool) -> None:
         "ours": is_ours,
         "traceback": "" if is_ours and not story.startswith("Traceback") else story,  # for --traceback
         "secondary": secondary,
+        "step": _step(),
         "time": time.time(),
     }
     path = os.environ["TORCHELASTIC_ERROR_FILE"]

@@ -243,7 +243,8 @@ class Engine(OwnLoop):
         loaders = self._planned.loaders
         loaders.taken()  # discards the sample count of an earlier batch
         batches = loaders.evaluation(data, batch_size, collate)
-        with self._ema.applied() if ema else contextlib.nullcontext(), self._replicas.shown():
+        averaged = self._ema.applied() if ema else contextlib.nullcontext()
+        with self._clock.apart("evaluate"), averaged, self._replicas.shown():
             results = evaluate(self.model, self._judge, batches, metrics, self._run.world, loaders.taken)
         prefix = "eval_ema_" if ema else "eval_"
         self._run.metrics.note({"step": self.steps, **{f"{prefix}{name}": value for name, value in results.items()}})
@@ -291,10 +292,10 @@ class Engine(OwnLoop):
 
         >>> path = engine.save("runs/checkpoints", wait=True)
         """
-        self._passes.losses.look()
-        self._ema.before_save()
-        own = self._checkpoints.own_state()
-        with self._replicas.shown():
+        with self._clock.apart("checkpoint"), self._replicas.shown():
+            self._passes.losses.look()
+            self._ema.before_save()
+            own = self._checkpoints.own_state()
             return self._checkpoints.save(directory, self.steps, own, wait)
 
     @collective_call("communicate")
@@ -417,8 +418,8 @@ class Engine(OwnLoop):
         """Record the update in timeline and metrics, take due checkpoints and snapshots, and return its loss."""
         run, step, total = self._run, self._run.progress.steps, self._run.progress.total
         total = self._planned.loaders.total_steps if total is None else total
-        if run.timeline is not None:
-            with run.checker.explained():
+        if run.timeline is not None and not run.timeline.over:
+            with run.checker.explained(), self._clock.apart("timeline"):
                 run.timeline.after(self._view, total)
         run.metrics.step(step, update.loss, update.samples, update.rate, total)
         if run.preemption.due(step, self._replicas.next_meeting):

@@ -115,6 +115,7 @@ class LoaderFactory:
             options = {**options, "batch_size": size}
         loader = self.loader(dataset, self._run.backend.ahead, **options)
         news = self._elastic.made(loader.global_batch)
+        self._run.record.settings({"global_batch": (loader.global_batch, "script")})
         self._run.say(news or f"global batch {loader.global_batch} = {self._dealt_out(loader)}")
         self._first = loader if self._first is None else self._first
         self._run.positions.register(loader)

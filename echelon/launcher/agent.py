@@ -245,7 +245,8 @@ class HostAgent(LocalElasticAgent):
     def note(self, kind: Kind, text: str, failure: Failure | None = None) -> None:
         """Write an event to the run log, with the failed rank. One host writes for all, as hosts may share the log."""
         if self._launcher_rendezvous.is_first:
-            note_beside(kind, text, failure.of_rank if failure is not None else None)
+            rank, details = (None, {}) if failure is None else (failure.of_rank, failure.details)
+            note_beside(kind, text, rank, **details)
 
     def _announce(self, outcome: RoundOutcome) -> None:
         if outcome.again and outcome.counted:

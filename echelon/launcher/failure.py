@@ -44,6 +44,8 @@ class Failure:
     secondary: bool = False
     #: role of the process: "rank", or in a job with parameter servers "worker" or "server"
     role: str = "rank"
+    #: the newest step that the process has begun; 0 if none
+    step: int = 0
 
     @property
     def how(self) -> str:
@@ -69,6 +71,12 @@ class Failure:
     def of_rank(self) -> int | None:
         """The rank of a training process; None for a host or a server."""
         return self.rank if self.rank >= 0 and self.role != "server" else None
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The step, the traceback and the log, as far as they are known, for the event in the run log."""
+        found = {"step": self.step, "traceback": self.traceback[-_LONGEST_TRACE:], "log": self.log}
+        return {name: value for name, value in found.items() if value}
 
     @property
     def line(self) -> str:
@@ -123,6 +131,7 @@ def read_record(path: Path) -> dict[str, Any]:
             "ours": bool(record["ours"]),
             "traceback": str(record["traceback"]),
             "secondary": bool(record["secondary"]),
+            "step": int(record["step"]),
             "time": float(record["time"]),
         }
     except (OSError, ValueError, TypeError, KeyError):

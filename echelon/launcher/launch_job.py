@@ -185,7 +185,7 @@ def _run_roles(job: Job, records: Path, reaper: OrphanReaper) -> int:
         create_ps_job(job, roles, session, records, reaper).run()
     except JobFailed as end:
         _report(end.failure)
-        note_beside("failed", end.failure.line, end.failure.of_rank)
+        note_beside("failed", end.failure.line, end.failure.of_rank, **end.failure.details)
         status = end.failure.status
     except HostPreempted as end:
         status = _left(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from echelon.base import network
 from echelon.base.environment import (
     CHECK,
+    COMMAND,
     ELASTIC,
     LOG_DIR,
     PADDLE_ENDPOINT,
@@ -22,7 +24,9 @@ from echelon.base.environment import (
     TIMELINE,
     TRACEBACK,
 )
+from echelon.base.process_info import own_command
 from echelon.launcher.job import Job
+from echelon.observability.runlog.run_directory import forget_elsewhere
 
 
 class RankEnvironment(LogsSpecs):
@@ -81,6 +85,8 @@ def export(job: Job, address: str) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.processes)))
     os.environ[LOG_DIR] = str(job.log_dir)
+    os.environ[COMMAND] = json.dumps(own_command())
+    forget_elsewhere(job.log_dir)
     if job.elastic is not None:
         os.environ[ELASTIC] = job.elastic
     os.environ[STALL] = f"{job.options.stall:g}"

@@ -93,7 +93,8 @@ MISTAKES = {
     "report nowhere": "'nowhere' does not exist; name the log directory of a run (by default 'log')",
     "watch train.py": "'train.py' is a file; name the log directory of a run (by default 'log')",
     "timeline empty": "there is no timeline in 'empty'; record one by 'echelon run --timeline ...'",
-    "timeline logs": "there is no timeline in 'logs'; this run has written to '{here}/empty'",
+    "timeline logs": "there is no timeline in 'logs', and none in '{here}/empty', where this run has written its log; "
+    "record one by 'echelon run --timeline ...'",
     "fetch-data none.yaml": "'none.yaml' cannot be read: No such file or directory; check the path",
     "bench --procs 0": "--procs 0: expected 1 or more",
     "train --procs 0 --model_name lenet": "--procs 0: expected 1 or more",

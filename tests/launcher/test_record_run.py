@@ -36,4 +36,6 @@ def test_record_has_restart_last_attempt_and_final_failure(tmp_path: Path) -> No
     assert (restart.kind, restart.rank, failed.kind, failed.rank) == ("restart", 0, "failed", 0)
     assert restart.text.endswith("because rank 0 failed with exit code 3")
     assert failed.text in end.err
+    assert failed.log == str(tmp_path / "out" / "rank-0.log")
+    assert seen.facts.optimizer.startswith("SGD(lr=")
     assert seen.facts.began < restart.time < seen.facts.started < failed.time

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import urllib.request
 from pathlib import Path
 
+import pytest
 from command import finish, here, start
 from made_up_runs import write
+
+from echelon.cli.commands.report import report
+from echelon.observability.runlog import log_files, read
+from echelon.observability.runlog.events import note_beside
+from echelon.observability.trace import trace_files
 
 
 def test_report_writes_page_beside_the_run_or_to_out(tmp_path: Path) -> None:
@@ -16,6 +23,24 @@ def test_report_writes_page_beside_the_run_or_to_out(tmp_path: Path) -> None:
     assert (ended.code, ended.out) == (0, "echelon: log/report.html written\n")
     assert here("report", "log", "--out", "there.html", cwd=tmp_path).code == 0
     assert (tmp_path / "there.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_launchers_directory_leads_to_the_log_of_its_run(tmp_path: Path) -> None:
+    """A script with ``Log(dir=...)`` writes its log elsewhere; its report and its timeline are found."""
+    write(tmp_path / "script", last=100)
+    write(tmp_path / "logs", last=50)  # of an earlier run
+    (tmp_path / "logs" / "elsewhere.json").write_text(json.dumps({"records": str(tmp_path / "script")}))
+    assert report(str(tmp_path / "logs"), None) == tmp_path / "script" / "report.html"
+    assert trace_files.find(tmp_path / "logs") == tmp_path / "script" / "timeline"
+    note_beside_in(tmp_path / "logs")
+    assert read(tmp_path / "script").events[-1].text == "it ended"
+
+
+def note_beside_in(logs: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ECHELON_LOG_DIR", str(logs))
+        patch.setattr(log_files, "_settled", None)
+        note_beside("ended", "it ended")
 
 
 def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import echelon
 from echelon import Log, Strategy
 from echelon.base.errors import UsageError
 from echelon.observability.metrics.sinks import summary
-from echelon.observability.metrics.step_clock import PHASES
+from echelon.observability.runlog.step_phases import PHASES
 
 
 def train(directory: str, tensorboard: bool = False, merge: int = 1) -> None:

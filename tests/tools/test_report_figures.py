@@ -15,6 +15,7 @@ from echelon.plan.simulate import simulate
 from echelon.tools.report.figures.curves import (
     HEIGHT,
     MARGIN,
+    SIDE,
     WIDTH,
     Point,
     Scale,
@@ -69,12 +70,17 @@ def test_a_curve_of_nothing_but_nan_is_thinned_too() -> None:
     assert 1 < len(thin([(float(x), None) for x in range(10_000)])) <= 2000
 
 
+def inset(share: float) -> float:
+    """A place on the horizontal scale, which has some space at both ends."""
+    return (share + SIDE) / (1 + 2 * SIDE)
+
+
 def test_points_lie_where_their_values_say() -> None:
     values = [3.0, 7.0, 5.0, 3.5]
     made = chart("k", "K", "k", [Series("k", "s-0", [(10.0 + 5 * place, y) for place, y in enumerate(values)])])
     assert made is not None
     inside = HEIGHT - 2 * MARGIN
-    expected = [(WIDTH * place / 3, HEIGHT - MARGIN - inside * (y - 3) / 4) for place, y in enumerate(values)]
+    expected = [(WIDTH * inset(place / 3), HEIGHT - MARGIN - inside * (y - 3) / 4) for place, y in enumerate(values)]
     for found, wanted in zip(places(made.curves[0].path), expected, strict=True):
         assert found == pytest.approx(wanted, abs=0.01)
 
@@ -84,7 +90,7 @@ def test_nan_interrupts_the_curve_and_is_marked() -> None:
     made = chart("k", "Loss", "loss", [Series("loss", "s-0", points)])
     assert made is not None
     assert made.curves[0].path.count("M") == 3
-    assert [where for where, _ in made.gaps] == pytest.approx([20.0, 40.0])
+    assert [where for where, _ in made.gaps] == pytest.approx([100 * inset(0.2), 100 * inset(0.4)])
     assert made.gaps[0][1] == "loss is not a number at step 2"
     assert made.data["series"][0]["y"] == [1.0, 2.0, None, 1.5, None, 1.0, 2.0]  # type: ignore[index]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from echelon.base.console import say
 from echelon.base.errors import UsageError
-from echelon.observability.runlog.run_directory import existing_directory, records_elsewhere
+from echelon.observability.runlog.run_directory import existing_directory
 from echelon.tools.report.page_server import link, open_server
 from echelon.tools.report.run_files import gather
 from echelon.tools.report.run_page import render
@@ -15,17 +15,14 @@ from echelon.tools.report.run_page import render
 
 def report(directory: str, out: str | None) -> Path:
     """Write the HTML page of a run and return its path."""
-    place = existing_directory(directory)
-    gathered = gather(place)
+    gathered = gather(existing_directory(directory))
     if gathered.run.empty:
-        other = records_elsewhere(directory)
-        remedy = f"this run has written to '{other}', " if other else ""
         raise UsageError(
             f"there is no run in '{directory}': no metrics.jsonl, run.json, rank-N.jsonl, server-N.jsonl or "
-            f"events.jsonl can be read there; {remedy}name the log directory of a run ('echelon run --log-dir', "
+            f"events.jsonl can be read there; name the log directory of a run ('echelon run --log-dir', "
             "Log(dir=...))"
         )
-    path = Path(out) if out is not None else place / "report.html"
+    path = Path(out) if out is not None else gathered.run.directory / "report.html"
     page = render(gathered, time.time())
     try:
         path.write_text(page, encoding="utf-8")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from echelon.base.console import say
 from echelon.base.errors import UsageError
-from echelon.distributed.activity import activity
 from echelon.observability.metrics.deferred_scalar import DeferredScalar
 from echelon.observability.metrics.prediction_check import WARM, WARM_WITH_GRAPHS, PredictionCheck
 from echelon.observability.metrics.sinks import (
@@ -39,7 +38,6 @@ class _FinishedStep(NamedTuple):
 
     time:   wall-clock time of its end, seconds
     at:     time of its end on the clock that measures speed, seconds
-    waited: total seconds until then in which this rank has waited for other ranks
     """
 
     step: int
@@ -48,7 +46,6 @@ class _FinishedStep(NamedTuple):
     total: int | None
     time: float
     at: float
-    waited: float
 
 
 class MetricsLogger:
@@ -104,7 +101,7 @@ class MetricsLogger:
         if self._due is not None or self._figures is not None:
             self._flush()
         self._steps += 1
-        self._last = _FinishedStep(step, loss, rate, total, time.time(), time.perf_counter(), activity.waited)
+        self._last = _FinishedStep(step, loss, rate, total, time.time(), time.perf_counter())
         if not self._speaks:
             if step % self._every == 0 or step == total:
                 self._take(self._last)  # even without a file, because the clock's list would grow
@@ -124,7 +121,7 @@ class MetricsLogger:
         """Start a record of all steps since the previous record, up to the step ``last``."""
         seconds = functools.cache(self.clock.take())
         if self._figures is not None:
-            self._figures.take(last.step, self._steps, seconds, last.waited)
+            self._figures.take(last.step, self._steps, seconds)
         if self._speaks:
             self._due = self._pending(last, seconds)
         self._steps, self._last = 0, None

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from echelon.observability.metrics.step_clock import PHASES
 from echelon.observability.runlog.log_files import LOGGED, METRICS
 from echelon.observability.runlog.log_files import JsonLinesFile as JsonFile
+from echelon.observability.runlog.step_phases import BETWEEN, PHASES
 
 Record = dict[str, Any]
 
@@ -98,7 +98,7 @@ class TensorBoardSink:
     def write(self, record: Record) -> None:
         for name, value in record.items():
             if name not in ("step", "total", "time") and isinstance(value, int | float):
-                group = "milliseconds" if name in PHASES else "train"
+                group = "milliseconds" if name in PHASES or name in BETWEEN else "train"
                 self._writer.add_scalar(f"{group}/{name}", value, record["step"])
         for name, value in record.get(LOGGED, {}).items():
             self._writer.add_scalar(f"{LOGGED}/{name}", value, record["step"])
@@ -116,7 +116,7 @@ def _tee_of(stream: object) -> Any:
 def summary(record: Record) -> str:
     """Format a record: ``step 120/1400  loss 0.2131  5,120 examples/s  data 1.2 forward 20.1 ... ms``."""
     total = f"/{record['total']}" if record.get("total") else ""
-    phases = " ".join(f"{phase} {record[phase]:.1f}" for phase in PHASES if phase in record)
+    phases = " ".join(f"{phase} {record[phase]:.1f}" for phase in (*PHASES, *BETWEEN) if phase in record)
     return f"step {record['step']}{total}  loss {record['loss']:.4f}  {speed(record)}  {phases} ms"
 
 

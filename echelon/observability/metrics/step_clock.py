@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from echelon.distributed.activity import activity
+from echelon.observability.runlog.step_phases import BETWEEN
 
-PHASES = ("data", "forward", "backward", "communicate", "update")
 Seconds = dict[str, float]
 #: Unread phases after which a GPU's events are queried; several steps' worth, so that most have completed.
 BEHIND = 50
@@ -20,17 +21,34 @@ BEHIND = 50
 class StepClock:
     """Sums the seconds spent in each phase. ``lap(phase)`` ends the phase that began at the previous lap.
 
-    "data" is the time between two steps: waiting for the next batch, and other code of the user's loop.
+    Waits for other ranks and servers count as "communicate" in whichever phase they occur (see ``step_phases``).
     """
 
     def __init__(self) -> None:
         self._seconds: Seconds = defaultdict(float)
-        self._last = time.monotonic()
+        self._last, self._waited = time.monotonic(), activity.waited
 
     def lap(self, phase: str) -> None:
-        now = activity.lap(phase)
-        self._seconds[phase] += now - self._last
-        self._last = now
+        self._end(phase, activity.lap(phase))
+
+    @contextlib.contextmanager
+    def apart(self, phase: str) -> Iterator[None]:
+        """Count the block as ``phase``, one of ``BETWEEN``, and not as part of a step."""
+        self._cut("data")
+        try:
+            yield
+        finally:
+            self._cut(phase)
+
+    def _cut(self, phase: str) -> None:
+        self._end(phase, time.monotonic())
+
+    def _end(self, phase: str, now: float) -> None:
+        waited = 0.0 if phase in BETWEEN else activity.waited - self._waited
+        self._seconds[phase] += now - self._last - waited
+        if waited:
+            self._seconds["communicate"] += waited
+        self._last, self._waited = now, activity.waited
 
     def take(self) -> Callable[[], Seconds]:
         """Return a function that reads the seconds per phase since the last ``take``, and start new sums."""
@@ -47,11 +65,14 @@ class CudaStepClock(StepClock):
         self._unread: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def lap(self, phase: str) -> None:
-        self._marks.append((phase, _mark()))
+        self._cut(phase)
         activity.passed(phase)
         self._unread.append((phase, self._marks[-2][1], self._marks[-1][1]))
         if len(self._unread) > BEHIND:
             self._count_work()
+
+    def _cut(self, phase: str) -> None:
+        self._marks.append((phase, _mark()))
 
     def _count_work(self) -> None:
         """Add the phases that the device has completed to ``activity.busy``, without waiting."""

@@ -1,4 +1,4 @@
-"""Writes rank-N.jsonl: the phase times of one rank, its wait for other ranks, and its memory."""
+"""Writes rank-N.jsonl: the phase times of one rank, and its memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from echelon.base.process_info import process_memory
-from echelon.distributed.activity import activity
 from echelon.observability.runlog.log_files import JsonLinesFile, rank_file
 
 
@@ -20,23 +19,19 @@ class RankFigures:
     def __init__(self, directory: Path, rank: int, device: torch.device) -> None:
         self._lines = JsonLinesFile(directory / rank_file(rank))
         self._device = device
-        self._waited = activity.waited
         self._due: Callable[[], dict[str, Any]] | None = None
 
-    def take(self, step: int, steps: int, seconds: Callable[[], dict[str, float]], until: float) -> None:
+    def take(self, step: int, steps: int, seconds: Callable[[], dict[str, float]]) -> None:
         """Record ``steps`` steps up to ``step``.
 
         seconds: returns the seconds per phase; called later
-        until:   value of ``activity.waited`` at the end of the step
         """
         self.flush()
-        waited, self._waited = until - self._waited, until
         now, (memory, peak) = time.time(), held(self._device)
 
         def complete() -> dict[str, Any]:
             phases = {phase: round(1e3 * spent / steps, 4) for phase, spent in seconds().items()}
-            waits = round(1e3 * waited / steps, 4)
-            return {"step": step, "time": now, **phases, "waited": waits, "memory": memory, "peak": peak}
+            return {"step": step, "time": now, **phases, "memory": memory, "peak": peak}
 
         self._due = complete
         if self._device.type != "cuda":

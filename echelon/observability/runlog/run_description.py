@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import inspect
+import json
 import os
 import platform
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon.base.environment import COMMAND
+from echelon.base.process_info import own_command
 from echelon.base.version import __version__
 from echelon.observability.runlog.tolerant_json import JSON
 from echelon.plan import Plan
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
     from echelon.plan.saved_plan import SavedPrediction
 
+#: Seconds that git may take; a large working tree on a slow disk then goes without its commit.
+GIT_PATIENCE = 2.0
 #: Prefixes of environment variables that change how a run behaves, and parts of names whose values are secret.
 _TELLING = ("NCCL_", "GLOO_", "ECHELON_", "TORCH_", "PYTORCH_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_")
 _SECRET = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
@@ -48,7 +57,9 @@ def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
         "echelon": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "command": shown_command(sys.argv),
+        "command": shown_command(_command()),
+        "commit": _commit(os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv else ""))),
+        "optimizer": "; ".join(map(describe_optimizer, engine.optimizers.values())),
         "script": sys.argv[0] if sys.argv else "",
         "world": _world(engine, ranks),
         "mesh": dict(plan.mesh),
@@ -61,6 +72,37 @@ def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
         "flops_per_step": None if predicted is None else predicted.flops or None,
         "environment": relevant_environment(os.environ),
     }
+
+
+def _command() -> list[str]:
+    """Return the launcher's command line, or that of this process without a launcher."""
+    with contextlib.suppress(KeyError, ValueError):
+        return [str(word) for word in json.loads(os.environ[COMMAND])]
+    return own_command()
+
+
+@functools.cache
+def _commit(directory: str) -> str:
+    """Return the git commit of the script's directory, with ``-dirty`` if files differ from it; "" outside of git."""
+    words = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(words, check=False, cwd=directory, capture_output=True, text=True, timeout=GIT_PATIENCE)
+        return found.stdout.strip() if found.returncode == 0 else ""
+    return ""
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return ``SGD(lr=0.1, momentum=0.9)``: the class, the learning rate, and options that are not at their default."""
+    usual = {name: p.default for name, p in inspect.signature(type(optimizer).__init__).parameters.items()}
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    shown = {name: value for name, value in group.items() if name == "lr" or (name in usual and name != "params")}
+    given = [f"{name}={_brief(value)}" for name, value in shown.items() if name == "lr" or value != usual[name]]
+    groups = len(optimizer.param_groups)
+    return f"{type(optimizer).__name__}({', '.join(given)})" + (f" in {groups} groups" if groups > 1 else "")
+
+
+def _brief(value: Any) -> str:
+    return f"{float(value):g}" if isinstance(value, float | torch.Tensor) else str(value)
 
 
 def strategy_settings(asked: Strategy) -> dict[str, tuple[Any, str]]:
@@ -76,7 +118,7 @@ def relevant_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith(_TELLING) and not any(word in name.upper() for word in _SECRET)
+        if name.startswith(_TELLING) and name != COMMAND and not any(word in name.upper() for word in _SECRET)
     }
 
 

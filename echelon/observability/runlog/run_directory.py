@@ -13,6 +13,12 @@ from echelon.observability.runlog.tolerant_json import json_file
 ELSEWHERE = "elsewhere.json"
 
 
+def records_of(logs: Path) -> Path:
+    """Return the directory that holds the run log of this log directory's newest run: itself, or another one."""
+    found = (json_file(logs / ELSEWHERE) or {}).get("records")
+    return Path(found) if isinstance(found, str) and Path(found).is_dir() else logs
+
+
 def existing_directory(directory: str | Path) -> Path:
     """Return the directory as a path. Raises ``UsageError`` if it is not a directory."""
     place = Path(directory)
@@ -29,13 +35,12 @@ def note_elsewhere(logs: Path, records: Path) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if logs.absolute() == records.absolute():
-        with contextlib.suppress(OSError):
-            (logs / ELSEWHERE).unlink(missing_ok=True)
+        forget_elsewhere(logs)
     elif logs.is_dir():
         write_whole(logs / ELSEWHERE, {"records": str(records.absolute())})
 
 
-def records_elsewhere(directory: str | Path) -> str | None:
-    """Return the other directory that the run of this launcher log has written to, if it still exists, else None."""
-    found = (json_file(Path(directory) / ELSEWHERE) or {}).get("records")
-    return found if isinstance(found, str) and Path(found).is_dir() else None
+def forget_elsewhere(logs: Path) -> None:
+    """Remove the name of the directory to which an earlier run of this log directory has written."""
+    with contextlib.suppress(OSError):
+        (logs / ELSEWHERE).unlink(missing_ok=True)

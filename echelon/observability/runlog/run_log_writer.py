@@ -94,7 +94,11 @@ class RunLogWriter:
         if self._rank == 0 and error is None:
             self.event("ended", f"training ended after step {steps}")
         elif error is not None and LOG_DIR not in os.environ:
-            self.event("failed", f"rank {self._rank} failed with {first_line(error, typed=True)}")
+            from echelon.base.user_traceback import format_error
+
+            text = f"rank {self._rank} failed with {first_line(error, typed=True)}"
+            story = format_error(error, error.__traceback__)
+            note_event(self._directory, "failed", text, self._rank, step=steps, traceback=story)
 
     @property
     def _writes(self) -> bool:

@@ -109,6 +109,7 @@ class RunMetadata:
 
     started: start time of this attempt, seconds since the epoch
     began:   start time of the first attempt, seconds since the epoch
+    commit:  git commit of the script's directory; "" if unknown
     """
 
     echelon: str
@@ -132,6 +133,8 @@ class RunMetadata:
     predicted: PredictionMetadata | None
     flops_per_step: float | None
     environment: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+    optimizer: str = ""
 
     @property
     def is_zoo(self) -> bool:
@@ -171,6 +174,8 @@ class RunMetadata:
             predicted=_predicted(plain.get("predicted")),
             flops_per_step=number(plain, "flops_per_step"),
             environment={k: v for k, v in an_object(plain, "environment").items() if isinstance(v, str)},
+            commit=text(plain, "commit"),
+            optimizer=text(plain, "optimizer"),
         )
 
 

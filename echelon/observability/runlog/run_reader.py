@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from echelon.observability.runlog.log_files import EVENTS, LOGGED, MEMORY, METRICS, RUN
 from echelon.observability.runlog.run_metadata import Footprint, RunMetadata
+from echelon.observability.runlog.step_phases import BETWEEN, PHASES
 from echelon.observability.runlog.tolerant_json import (
     JSON,
     an_object,
@@ -24,9 +25,6 @@ from echelon.observability.runlog.tolerant_json import (
     numbers,
     text,
 )
-
-#: The phases of a step in their order (see echelon/observability/metrics/step_clock.py).
-PHASES = ("data", "forward", "backward", "communicate", "update")
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,13 @@ class PredictionRecord:
 class RankStepRecord:
     """A record of one rank.
 
-    waited:       milliseconds per step in which the rank waited for others
+    phases:       milliseconds per step in each phase
     memory, peak: bytes
     """
 
     step: int
     time: float | None
     phases: dict[str, float]
-    waited: float | None
     memory: int | None
     peak: int | None
 
@@ -85,13 +82,19 @@ class RankStepRecord:
 class EventRecord:
     """An event of a run.
 
-    kind: warning, stall, restart, saved, resumed, failed, ended or notice
+    kind:      warning, stall, restart, saved, resumed, failed, ended or notice
+    step:      newest step that the failed rank had begun; None if unknown
+    traceback: traceback of a failure; "" without one
+    log:       path of the failed rank's log; "" if unknown
     """
 
     time: float
     kind: str
     rank: int | None
     text: str
+    step: int | None = None
+    traceback: str = ""
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ def _step(record: JSON) -> StepRecord | None:
 
 
 def _phases(record: JSON) -> dict[str, float]:
-    return {phase: value for phase in PHASES if (value := number(record, phase)) is not None}
+    return {phase: value for phase in (*PHASES, *BETWEEN) if (value := number(record, phase)) is not None}
 
 
 def _evaluation(record: JSON) -> EvaluationRecord | None:
@@ -263,7 +266,6 @@ def _rank_steps(path: Path, began: float) -> tuple[RankStepRecord, ...]:
             step=step,
             time=number(record, "time"),
             phases=_phases(record),
-            waited=number(record, "waited"),
             memory=integer(record, "memory"),
             peak=integer(record, "peak"),
         )
@@ -275,7 +277,15 @@ def _rank_steps(path: Path, began: float) -> tuple[RankStepRecord, ...]:
 
 def _events(place: Path, began: float) -> tuple[EventRecord, ...]:
     found = [
-        EventRecord(time, kind, integer(record, "rank"), text(record, "text"))
+        EventRecord(
+            time,
+            kind,
+            integer(record, "rank"),
+            text(record, "text"),
+            integer(record, "step"),
+            text(record, "traceback"),
+            text(record, "log"),
+        )
         for record in json_lines(place / EVENTS)
         if (time := number(record, "time")) is not None and time >= began and (kind := text(record, "kind"))
     ]

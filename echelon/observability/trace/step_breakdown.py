@@ -15,6 +15,8 @@ from echelon.observability.trace.span import DEVICE, HOST, Span
 from echelon.observability.trace.trace_files import RankTrace
 
 PARTS = ("compute", "exposed", "bubble", "data", "server", "update", "other")
+#: Calls between two steps whose time is no part of a step.
+APART = ("save", "evaluate")
 #: Part of each phase of the host, unless a wait overrides it.
 _PHASES = {
     "forward": "compute",
@@ -108,6 +110,7 @@ def _layers(host: Sequence[Span], device: Sequence[Span], *, alone: bool) -> lis
         ("update", [span for span in kernels if span.more.get("in") == "update"]),
         ("compute", kernels),
         ("exposed", [span for span in device if span.kind == "communicate"]),
+        ("other", [span for span in host if span.name in APART]),  # with its waits, which no step has
         ("bubble", [span for span in host if span.kind == "bubble"]),
         ("exposed", [span for span in host if span.kind == "wait"]),
         ("server", [span for span in host if span.kind in ("pull", "push")]),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import UsageError
-from echelon.observability.runlog.run_directory import existing_directory, records_elsewhere
+from echelon.observability.runlog.run_directory import existing_directory, records_of
 from echelon.observability.runlog.tolerant_json import json_value
 from echelon.observability.trace.partial_file import TraceTruncation, read_part
 from echelon.observability.trace.span import Span, span_of
@@ -121,15 +121,18 @@ def _rank_files(folder: Path) -> list[tuple[int, Path]]:
 def find(directory: str | Path) -> Path:
     """Return the folder of the newest trace in a run's directory, or the folder itself if it is given.
 
+    The directory may be the launcher's log directory of a run that has written its own log elsewhere.
+
     Raises ``UsageError`` if there is no trace.
     """
     path = existing_directory(directory)
-    for folder in (path / FOLDER, *sorted((path / FOLDER).glob("step-*"), reverse=True), path):
-        if folder.is_dir() and any(_reads(file) for file in of_ranks(folder).values()):
-            return folder
-    other = records_elsewhere(directory)
-    remedy = f"this run has written to '{other}'" if other else "record one by 'echelon run --timeline ...'"
-    raise UsageError(f"there is no timeline in '{directory}'; {remedy}")
+    records = records_of(path)
+    for place in dict.fromkeys((records, path)):
+        for folder in (place / FOLDER, *sorted((place / FOLDER).glob("step-*"), reverse=True), place):
+            if folder.is_dir() and any(_reads(file) for file in of_ranks(folder).values()):
+                return folder
+    other = f", and none in '{records}', where this run has written its log" if records != path else ""
+    raise UsageError(f"there is no timeline in '{directory}'{other}; record one by 'echelon run --timeline ...'")
 
 
 def recorded_at(folder: Path) -> float | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from echelon.base.errors import EchelonError
 from echelon.observability.runlog.log_files import RUN
+from echelon.observability.runlog.run_directory import records_of
 from echelon.observability.runlog.tolerant_json import json_file, number
 from echelon.observability.trace import trace_files
 from echelon.observability.trace.merge import merge
@@ -34,7 +35,7 @@ def timeline_words(directory: str, as_json: bool) -> str:
 
 
 def _is_of_an_earlier_run(directory: Path) -> bool:
-    facts = json_file(directory / RUN)
+    facts = json_file(records_of(directory) / RUN)
     began = number(facts, "began") if facts is not None else None
     recorded = trace_files.recorded_at(trace_files.find(directory))
     return began is not None and recorded is not None and recorded < began

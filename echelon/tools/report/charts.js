@@ -25,8 +25,8 @@ const scaleFor = (values, log, zero) => {
   if (log) return { low: low / 1.1, high: high * 1.1, log };
   if (zero && low >= 0) low = 0;
   if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high))) {
-    const reach = Math.abs(high) / 2 || 1;
-    return { low: zero && low === 0 ? low : low - reach, high: high + reach, log };
+    const reach = Math.abs(high) / 20 || 1, top = high > 0 && high <= 1 && high + reach > 1 ? 1 : high + reach;
+    return { low: zero && low === 0 ? low : low - reach, high: top, log };
   }
   return { low, high, log };
 };
@@ -41,7 +41,7 @@ const ticks = (scale, count = 5) => {
     return [0, 1, 2, 3, 4].map(place => scale.low * (scale.high / scale.low) ** (place / 4));
   }
   const raw = (scale.high - scale.low) / count, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map(factor => factor * power).find(value => value >= raw * (1 - 1e-9));
+  const step = power * [[1, 2 ** .5], [2, 10 ** .5], [5, 50 ** .5], [10, 11]].find(([, most]) => raw < most * power)[0];
   const found = [];
   for (let place = Math.ceil(scale.low / step - 1e-9); place <= scale.high / step + 1e-9; place++) found.push(step * place);
   return found;
@@ -80,7 +80,7 @@ class Chart {
   }
 
   whole() {
-    return scaleFor(this.data.series.flatMap(series => series.x), false, false);
+    return { low: this.data.across[0], high: this.data.across[1], log: false };
   }
 
   places(selector) { // where marks are on the axis, so that they move with it
@@ -274,7 +274,7 @@ class Chart {
   }
 }
 
-const kind = path => [...path.classList].find(name => /^[sp]-/.test(name)) || "";
+const kind = path => [...path.classList].find(name => /^[sk]-/.test(name)) || "";
 const label = (text, side, where, name = "") => {
   const made = document.createElement("span");
   made.textContent = text;

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.base.errors import EchelonError
+from echelon.observability.runlog.run_directory import records_of
 from echelon.observability.runlog.run_reader import Run, read
 from echelon.observability.runlog.tolerant_json import JSON, LARGEST, json_file, json_value
 from echelon.observability.trace import trace_files
@@ -32,6 +33,8 @@ class RunFiles:
 
 
 def gather(directory: Path) -> RunFiles:
+    """Read the run of a directory, or that of a launcher's log directory which has written its log elsewhere."""
+    directory = records_of(directory)
     run = read(directory)
     try:
         folder = trace_files.find(directory)
@@ -45,6 +48,7 @@ def gather(directory: Path) -> RunFiles:
 def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:
     """Return names, sizes and modification times of all files read, which change when a file is written."""
     found = []
+    directory = records_of(directory)
     for path in [*directory.glob("*.json*"), *(directory / trace_files.FOLDER).glob("**/*.json*")]:
         try:
             seen = path.stat()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base import formatting
-from echelon.observability.runlog.run_reader import PHASES
+from echelon.observability.runlog.step_phases import BETWEEN, PHASES
 from echelon.tools.html.templates import templates
 from echelon.tools.report.figures.curves import figure
 from echelon.tools.report.figures.gantt import gantts
@@ -48,7 +48,7 @@ def _kind(name: str) -> str:
     return name.replace(" ", "-") if name in _KNOWN else "other"
 
 
-_KNOWN = {*PHASES, "waiting", "held", *memory_section.KINDS}
+_KNOWN = {*PHASES, *BETWEEN, "held", *memory_section.KINDS}
 
 
 def policy(script: str, live: bool) -> str:

@@ -15,6 +15,8 @@ MOST_POINTS = 2000
 WIDTH, HEIGHT = 1000.0, 220.0
 #: Space above and below the curve in pixels, so that its extremes are visible.
 MARGIN = 8.0
+#: Space left and right of the curve, as a share of its width, so that the first and the last point are not cut.
+SIDE = 0.012
 #: Ratio of maximum to median above which the scale is logarithmic: a linear one would show one spike and a flat line.
 SPIKY = 50.0
 #: Largest number of points of a curve that are drawn as dots.
@@ -75,13 +77,15 @@ class Scale:
 
 
 def _round(step: float) -> float:
-    """Round up to 1, 2 or 5 times a power of ten."""
+    """Round to the nearest of 1, 2, 5 and 10 times a power of ten, by ratio."""
     power = 10.0 ** math.floor(math.log10(step))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
+    return power * next(
+        factor for factor, most in ((1, 2**0.5), (2, 10**0.5), (5, 50**0.5), (10, 11)) if step < most * power
+    )
 
 
 def scale_for(values: Iterable[float], log: bool = False, zero: bool = False) -> Scale:
-    """Return a scale for all values; equal values lie in the middle.
+    """Return a scale for all values. Equal values lie in the middle, or below 1 if they may be shares.
 
     log:  True for a logarithmic scale; default False
     zero: True to begin at zero, if no value is negative; default False
@@ -93,8 +97,9 @@ def scale_for(values: Iterable[float], log: bool = False, zero: bool = False) ->
     if zero and low >= 0:
         low = 0.0
     if high - low <= 1e-12 * max(abs(low), abs(high)):
-        reach = abs(high) / 2 or 1.0
-        return Scale(low if zero and low == 0 else low - reach, high + reach)
+        reach = abs(high) / 20 or 1.0
+        top = 1.0 if 0 < high <= 1 < high + reach else high + reach
+        return Scale(low if zero and low == 0 else low - reach, top)
     return Scale(low, high)
 
 
@@ -177,6 +182,7 @@ class Chart:
             "y": self.y,
             "log": self.up.log,
             "zero": self.zero,
+            "across": [_short(self.across.low), _short(self.across.high)],
             "size": [WIDTH, HEIGHT, MARGIN],
             "series": [
                 {
@@ -198,6 +204,7 @@ def chart(
     *,
     x: str = "step",
     zero: bool = False,
+    reach: Sequence[float] = (),
     restarts: Sequence[float] = (),
 ) -> Chart | None:
     """Return the chart of some series; None if they have no values.
@@ -206,12 +213,13 @@ def chart(
     y:        name of the vertical axis
     x:        name of the horizontal axis; default "step"
     zero:     True to begin the vertical scale at zero; default False
+    reach:    positions that the horizontal scale contains besides those of the series
     restarts: positions of vertical lines
     """
     kept = [(each, thin(each.points)) for each in series if any(value is not None for _, value in each.points)]
     if not kept:
         return None
-    across = scale_for(place for _, points in kept for place, _ in points)
+    across = _sideways([*reach, *(place for _, points in kept for place, _ in points)])
     values = [value for _, points in kept for _, value in points if value is not None]
     up = scale_for(values, log=is_spiky(values), zero=zero)
     return Chart(
@@ -226,6 +234,12 @@ def chart(
         [(100 * across.part(place), f"restarted at {x} {figure(place)}") for place in restarts],
         zero,
     )
+
+
+def _sideways(places: Sequence[float]) -> Scale:
+    low, high = min(places), max(places)
+    space = SIDE * (high - low) or 1.0
+    return Scale(low - space, high + space)
 
 
 def _curve(series: Series, points: list[Point], across: Scale, up: Scale) -> Curve:

@@ -114,15 +114,13 @@ def _predicted(run: Run) -> MemoryBarGroup | None:
 
 
 def _bars(title: str, there: Sequence[tuple[str, Mapping[str, float], float]]) -> MemoryBarGroup:
-    """Return bars on one scale that fits the fullest; a limit above 4 times the fullest appears only in the text."""
-    fullest = max(sum(kinds.values()) for _, kinds, _ in there)
-    near = [limit for _, _, limit in there if 0 < limit <= 4 * fullest]
-    widest = 1.02 * max([fullest, *near])
+    """Return bars on one scale, which fits the fullest and every limit: a bar shows its share of its limit."""
+    widest = 1.02 * max(max(sum(kinds.values()), limit) for _, kinds, limit in there)
     held = []
     for name, kinds, limit in there[:MOST_BARS]:
         total = sum(kinds.values())
         words = f"{formatting.size(total)} of {formatting.size(limit)}" if limit else formatting.size(total)
-        line = 100 * limit / widest if 0 < limit <= widest else None
+        line = 100 * limit / widest if limit else None
         held.append(MemoryBar(name, words, stacked(_ordered(kinds), widest), line, bool(limit) and total > limit))
     names = dict.fromkeys(name for _, kinds, _ in there for name, _ in _ordered(kinds))
     return MemoryBarGroup(title, held, list(names), len(there) - len(held))

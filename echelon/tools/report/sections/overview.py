@@ -15,6 +15,7 @@ from echelon.observability.runlog.run_reader import EventRecord, Run
 from echelon.observability.runlog.tolerant_json import number
 from echelon.tools.report.figures.curves import figure
 from echelon.tools.report.run_files import RunFiles
+from echelon.tools.report.sections.phases import median_step, step_time
 
 #: A run is silent after this many seconds, and at least this many record intervals, without a record.
 QUIET, QUIET_RECORDS = 60.0, 10
@@ -42,13 +43,27 @@ class Overview:
     lines: list[str]
     status: OverviewStatus
     facts: list[Fact]
-    alerts: list[EventRecord]
+    alerts: list[Alert]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A failure, stall or warning, with what is known about a failed rank.
+
+    where: step and log of the rank, as text; "" if unknown
+    """
+
+    kind: str
+    text: str
+    where: str = ""
+    traceback: str = ""
 
 
 def overview(gathered: RunFiles, now: float) -> Overview:
     run = gathered.run
     state = status(run, now)
-    return Overview(_title(run), list(_lines(run)), state, list(_facts(gathered, state)), alerts(run.events))
+    lines = [*_lines(run), _times(run, state, now)]
+    return Overview(_title(run), [*filter(None, lines)], state, list(_facts(gathered, state)), alerts(run.events))
 
 
 def _title(run: Run) -> str:
@@ -65,8 +80,8 @@ def _lines(run: Run) -> Iterator[str]:
         yield "The run has no run.json; this page is made from its other files."
         return
     yield f"{_model(facts)}on {_machines(facts)}"
-    again = f", restarted {_times(facts.attempt)}" if facts.attempt else ""
-    yield f"started {moment(facts.began)}{again}"
+    batch = facts.value("global_batch")
+    yield ", ".join(filter(None, [facts.optimizer, f"global batch {batch:,}" if isinstance(batch, int) else ""]))
 
 
 def _model(facts: RunMetadata) -> str:
@@ -87,7 +102,26 @@ def _several(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
-def _times(count: int) -> str:
+def _times(run: Run, state: OverviewStatus, now: float) -> str:
+    """Return start and duration of the run, and how often it was restarted."""
+    if run.facts is None:
+        return state.words
+    again = f", restarted {_how_often(run.facts.attempt)}" if run.facts.attempt else ""
+    took = duration(run, state, now)
+    what = f", {state.words}" if state.words not in ("ended", "failed", "running") else ""
+    return (
+        f"started {moment(run.facts.began)}, {'running for' if state.kind == 'running' else 'took'} {took}{again}{what}"
+    )
+
+
+def duration(run: Run, state: OverviewStatus, now: float) -> str:
+    """Return the time from the first attempt's start to the last record, or to now while the run goes on."""
+    began = run.facts.began if run.facts is not None else 0.0
+    until = now if state.kind == "running" else last_sign(run) or now
+    return in_words(max(0.0, until - began))
+
+
+def _how_often(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
@@ -98,9 +132,9 @@ def status(run: Run, now: float) -> OverviewStatus:
     last = next((each for each in reversed(run.events) if each.kind in ("failed", "ended", "restart", "resumed")), None)
     seen = last_sign(run)
     if last is not None and last.kind == "failed" and _nothing_after(run, last.time):
-        return OverviewStatus("failed", f"failed {moment(last.time)}")
+        return OverviewStatus("failed", "failed")
     if last is not None and last.kind == "ended" and _nothing_after(run, last.time):
-        return OverviewStatus("ended", f"ended {moment(last.time)}")
+        return OverviewStatus("ended", "ended")
     if run.steps and run.steps[-1].total is not None and run.steps[-1].step >= run.steps[-1].total:
         return OverviewStatus("ended", "all steps done")
     if seen is None:
@@ -128,9 +162,16 @@ def _interval(run: Run) -> float:
     return max(0.0, (times[-1] - times[0]) / (len(times) - 1)) if len(times) > 1 else 0.0
 
 
-def alerts(events: Sequence[EventRecord]) -> list[EventRecord]:
+def alerts(events: Sequence[EventRecord]) -> list[Alert]:
     """Return the newest three failures, stalls and warnings."""
-    return [each for each in events if each.kind in ("failed", "stall", "warning")][-3:]
+    return [_alert(each) for each in events if each.kind in ("failed", "stall", "warning")][-3:]
+
+
+def _alert(event: EventRecord) -> Alert:
+    named = event.rank is None or event.text.startswith(f"rank {event.rank} ")
+    at = [f"at step {event.step:,}" if event.step else "", f"log: {event.log}" if event.log else ""]
+    text = event.text if named else f"rank {event.rank}: {event.text}"
+    return Alert(event.kind, text, "; ".join(filter(None, at)), event.traceback)
 
 
 # ---- figures ----
@@ -159,7 +200,9 @@ def _progress(run: Run, state: OverviewStatus) -> Fact:
         return f"{last.step:,}", "step" if last.step == 1 else "steps", ""
     left = (last.total - last.step) * _interval(run) / max(1, _stride(run))
     small = (
-        f"about {_long(left)} left" if state.kind == "running" and left else formatting.percent(last.step / last.total)
+        f"about {in_words(left)} left"
+        if state.kind == "running" and left
+        else formatting.percent(last.step / last.total)
     )
     return f"{last.step:,}", f"of {last.total:,} steps", small
 
@@ -181,12 +224,12 @@ def _loss(run: Run) -> Iterator[Fact]:
 def _speed(run: Run) -> Iterator[Fact]:
     examples = [each.examples_per_s for each in run.steps if each.examples_per_s is not None]
     if speeds := examples or [each.steps_per_s for each in run.steps if each.steps_per_s is not None]:
-        small = f"median {formatting.rate(median(speeds))}"
-        yield formatting.rate(median(speeds[-RECENT:])), f"{'examples' if examples else 'steps'} a second", small
-    took = [sum(each.phases.values()) for each in run.steps if each.phases]
-    if took:
-        small = f"median {formatting.duration(median(took) / 1e3)}"
-        yield formatting.duration(median(took[-RECENT:]) / 1e3), "a step", small
+        what = f"{'examples' if examples else 'steps'} a second"
+        yield formatting.rate(median(speeds)), what, f"median; latest {formatting.rate(speeds[-1])}"
+    if (took := median_step([each.phases for each in run.steps])) is not None:
+        records = [each.phases for each in run.steps if each.phases]
+        small = f"median; latest {formatting.duration(step_time(records[-1]) / 1e3)}"
+        yield formatting.duration(took / 1e3), "a step", small
 
 
 def _of(facts: RunMetadata | None, rank: int) -> str:
@@ -205,11 +248,11 @@ def moment(seconds: float) -> str:
         return "at an unknown time"
 
 
-def _long(seconds: float) -> str:
-    """Format a duration as ``3 min``, ``2 h 10 min`` or ``4 d 3 h``."""
+def in_words(seconds: float) -> str:
+    """Format a duration as ``7.4 s``, ``3 min``, ``2 h 10 min`` or ``4 d 3 h``."""
     minutes = round(seconds / 60)
     if minutes < 1:
-        return f"{max(1, round(seconds))} s"
+        return formatting.duration(seconds)
     if minutes < 60:
         return f"{minutes} min"
     hours = minutes // 60

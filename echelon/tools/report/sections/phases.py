@@ -1,52 +1,45 @@
-"""The phases of a step's time: their names, meanings and means, shared by all sections."""
+"""Figures of the phases of a step, shared by all sections."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import median
 
-from echelon.observability.runlog.run_reader import PHASES
+from echelon.observability.runlog.step_phases import BETWEEN, PHASES
 
-MEANING = {
-    "data": "between two steps: waiting for the next batch, and the rest of the training loop",
-    "forward": "the model, from batch to loss",
-    "backward": "gradients, and the part of their exchange that it hides",
-    "communicate": "the exchange that backward does not hide",
-    "update": "the optimizer",
-    "waiting": "for other ranks, and for parameter servers",
-}
+MEANING = PHASES | BETWEEN
 #: Meaning of backward if it includes forward: micro-batches alternate the two, and a CUDA graph contains both.
-BOTH = "forward and backward, waits for other stages, and the hidden part of the exchange"
-#: Phases to subtract waiting time from, in order: the communication phase first, then phases with pipeline messages.
-WAITS_IN = ("communicate", "backward", "forward", "update", "data")
-#: The same for runs with parameter servers, by the phases in which workers pull and push.
-WAITS_FOR_SERVERS_IN = ("communicate", "forward", "update", "backward", "data")
+BOTH = "forward and backward, which alternate or are one graph"
+#: On a GPU, which times phases on the device.
+INSIDE = "; on a GPU with messages inside it, which a timeline separates"
+
+PhaseTimes = Mapping[str, float]  #: milliseconds per step by phase
 
 
-def mean_phases(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean milliseconds by phase.
-
-    The first of several records is left out, because it includes allocation, compilation and connection setup.
-    """
-    counted = records[1:] or records
-    return {phase: fmean(record.get(phase, 0.0) for record in counted) for phase in PHASES} if counted else {}
+def counted(records: Sequence[PhaseTimes]) -> Sequence[PhaseTimes]:
+    """Return the records without the first of several, which includes allocation, compilation and connection setup."""
+    there = [record for record in records if record]
+    return there[1:] or there
 
 
-def without_waits(phases: Mapping[str, float], waited: float, has_servers: bool = False) -> dict[str, float]:
-    """Return the phases with ``waiting`` as a separate part, subtracted from the other parts.
-
-    phases: milliseconds by phase
-    waited: milliseconds of waiting
-    has_servers: True if the run has parameter servers; default False
-    """
-    found, left = dict(phases), waited
-    for phase in WAITS_FOR_SERVERS_IN if has_servers else WAITS_IN:
-        taken = min(left, found.get(phase, 0.0))
-        found[phase] = found.get(phase, 0.0) - taken
-        left -= taken
-    return found | {"waiting": waited - left}
+def step_time(record: PhaseTimes) -> float:
+    """Return the milliseconds of a step, without checkpoints and evaluations between two steps."""
+    return sum(record.get(phase, 0.0) for phase in PHASES)
 
 
-def parts(phases: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return (name, milliseconds) in display order, without phases that take no time."""
-    return [(name, phases[name]) for name in (*PHASES, "waiting") if phases.get(name, 0.0) > 0]
+def own_work(record: PhaseTimes) -> float:
+    """Return the milliseconds of a step that are not communication."""
+    return step_time(record) - record.get("communicate", 0.0)
+
+
+def median_step(records: Sequence[PhaseTimes]) -> float | None:
+    """Return the median milliseconds of a step; None without records. The page has no other step time of the run."""
+    there = counted(records)
+    return median(map(step_time, there)) if there else None
+
+
+def median_phases(records: Sequence[PhaseTimes]) -> dict[str, float]:
+    """Return the median milliseconds of each phase of a step, in order, without phases that take no time."""
+    there = counted(records)
+    found = {phase: median(record.get(phase, 0.0) for record in there) for phase in PHASES} if there else {}
+    return {phase: took for phase, took in found.items() if took > 0}

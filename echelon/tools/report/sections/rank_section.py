@@ -1,4 +1,4 @@
-"""Section that compares ranks: own work, waiting time and memory."""
+"""Section that compares ranks: own work, communication and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.observability.runlog.run_reader import RankStepRecord, Run
 from echelon.tools.html.bars import BarSegment, stacked
 from echelon.tools.report.figures.curves import Chart, Series, chart
 from echelon.tools.report.sections.html_table import HtmlTable
-from echelon.tools.report.sections.phases import mean_phases, parts, without_waits
+from echelon.tools.report.sections.phases import median_phases, own_work
 
 #: A rank stands out if its own work takes longer than the median of the others by this fraction.
 OUT = 0.05
@@ -21,23 +21,19 @@ MOST_LINES, MOST_BARS = 8, 64
 
 @dataclass(frozen=True)
 class RankTiming:
-    """The mean times of one rank, in milliseconds per step.
+    """The median times of one rank, in milliseconds per step.
 
-    step:   whole step
-    waited: part of the step spent waiting
-    peak:   peak memory in bytes
+    own:         step without communication
+    communicate: messages that computing does not hide, and waits
+    peak:        peak memory in bytes
     """
 
     rank: int
     host: str
-    step: float
-    waited: float
+    own: float
+    communicate: float
     peak: int
     bars: list[BarSegment]
-
-    @property
-    def own(self) -> float:
-        return self.step - self.waited
 
 
 @dataclass(frozen=True)
@@ -53,17 +49,17 @@ def ranks(run: Run) -> RankSection | None:
     there = _present(run)
     if not there:
         return None
-    phases = {rank: _phases(steps, has_servers=bool(run.servers)) for rank, steps in there.items()}
+    phases = {rank: median_phases([each.phases for each in steps]) for rank, steps in there.items()}
     widest = max(sum(each.values()) for each in phases.values())
     hosts = {each.rank: each.host for each in run.facts.ranks} if run.facts else {}
     found = [
         RankTiming(
             rank,
             hosts.get(rank, ""),
-            sum(phases[rank].values()),
-            phases[rank]["waiting"],
+            own_work(phases[rank]),
+            phases[rank].get("communicate", 0.0),
             max((each.peak or each.memory or 0 for each in steps), default=0),
-            stacked(parts(phases[rank]), widest or 1.0),
+            stacked(list(phases[rank].items()), widest or 1.0),
         )
         for rank, steps in there.items()
     ]
@@ -88,16 +84,10 @@ def _present(run: Run) -> dict[int, Sequence[RankStepRecord]]:
     return newest if newest and all(newest.values()) else now
 
 
-def _phases(steps: Sequence[RankStepRecord], has_servers: bool) -> dict[str, float]:
-    counted = steps[1:] or steps
-    waited = fmean(each.waited or 0.0 for each in counted)
-    return without_waits(mean_phases([each.phases for each in steps]), waited, has_servers)
-
-
 def slowest_of(found: Sequence[RankTiming]) -> RankTiming | None:
     """Return the rank whose own work takes longest; None for a single rank.
 
-    The rank that waits most is rarely the slow one.
+    The rank that communicates longest is rarely the slow one: it waits.
     """
     return max(found, key=lambda each: (each.own, -each.rank)) if len(found) > 1 else None
 
@@ -112,8 +102,8 @@ def verdict(found: Sequence[RankTiming], slowest: RankTiming | None) -> str:
     if over < OUT:
         by = f"{formatting.percent(over)} over the others"
         return f"No rank stands out. Rank {slowest.rank}{where} has most, {took}, {by}."
-    waits = max(each.waited for each in found if each is not slowest)
-    held = f"; others wait up to {formatting.duration(waits / 1e3)}" if waits > 0 else ""
+    waits = max(each.communicate for each in found if each is not slowest)
+    held = f"; others communicate up to {formatting.duration(waits / 1e3)}" if waits > 0 else ""
     return f"Rank {slowest.rank}{where} is the slowest: {took}, {formatting.percent(over)} over the others{held}."
 
 
@@ -128,20 +118,22 @@ def _table(found: Sequence[RankTiming], slowest: RankTiming | None) -> HtmlTable
         (
             str(each.rank),
             each.host,
-            formatting.duration(each.step / 1e3),
             formatting.duration(each.own / 1e3),
-            formatting.duration(each.waited / 1e3),
+            formatting.duration(each.communicate / 1e3),
             formatting.size(each.peak) if each.peak else "",
         )
         for each in found
     ]
-    head = ("rank", "host", "a step", "own work", "waited", "memory at most")
+    head = ("rank", "host", "own work", "communicate", "memory at most")
     marked = next((place for place, each in enumerate(found) if each is slowest), None)
-    return HtmlTable("Ranks, milliseconds a step and memory", head, rows, (0, 2, 3, 4, 5), marked)
+    return HtmlTable("Ranks: a step (median) and memory", head, rows, (0, 2, 3, 4), marked)
 
 
 def _charts(there: Mapping[int, Sequence[RankStepRecord]]) -> list[Chart]:
-    own = {rank: [(float(each.step), _own(each)) for each in steps] for rank, steps in there.items()}
+    own = {  # without the first record, which includes the setup
+        rank: [(float(each.step), own_work(each.phases)) for each in steps[1:] or steps]
+        for rank, steps in there.items()
+    }
     held = {
         rank: [(float(each.step), float(each.memory)) for each in steps if each.memory is not None]
         for rank, steps in there.items()
@@ -152,10 +144,6 @@ def _charts(there: Mapping[int, Sequence[RankStepRecord]]) -> list[Chart]:
         chart("rank-memory", f"Memory{most_of(gigabytes)}", "GB", lines(gigabytes, "rank"), zero=True),
     ]
     return [each for each in found if each is not None]
-
-
-def _own(record: RankStepRecord) -> float:
-    return max(0.0, sum(record.phases.values()) - (record.waited or 0.0))
 
 
 def lines(points: Mapping[int, Sequence[tuple[float, float]]], what: str) -> list[Series]:

@@ -74,12 +74,15 @@ LIKE_THESE = 8
 
 
 def environment(facts: RunMetadata) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in _environment(facts) if value]
+    return [(name, value) for name, value in environment_rows(facts) if value]
 
 
-def _environment(facts: RunMetadata) -> Iterator[tuple[str, str]]:
-    world = facts.world
-    yield "command", shlex.join(["echelon", "train", *facts.command[1:]] if facts.is_zoo else facts.command)
+def environment_rows(facts: RunMetadata) -> Iterator[tuple[str, str]]:
+    world, batch = facts.world, facts.value("global_batch")
+    yield "command", shlex.join(facts.command)
+    yield "git commit", facts.commit
+    yield "optimizer", facts.optimizer
+    yield "global batch", f"{batch:,}" if isinstance(batch, int) else ""
     yield "started", f"{moment(facts.started)}{f' (attempt {facts.attempt + 1})' if facts.attempt else ''}"
     yield "Echelon", facts.echelon
     yield "PyTorch", facts.torch

@@ -2,69 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from echelon.base import formatting
 from echelon.observability.runlog.run_metadata import PredictionMetadata
-from echelon.observability.runlog.run_reader import Run
+from echelon.observability.runlog.run_reader import Run, StepRecord
 from echelon.observability.runlog.tolerant_json import JSON, an_object, integer, integers, number, objects, text
+from echelon.observability.trace.summary_text import COLUMNS
 from echelon.observability.trace.truncated_text import headline
 from echelon.tools.html.bars import BarSegment, stacked
 from echelon.tools.report.run_files import RunFiles
 from echelon.tools.report.sections.html_table import HtmlTable
-from echelon.tools.report.sections.phases import BOTH, MEANING, mean_phases, parts
+from echelon.tools.report.sections.overview import in_words
+from echelon.tools.report.sections.phases import BOTH, INSIDE, MEANING, median_phases, median_step
+from echelon.tools.report.sections.rank_section import OUT
 
-#: Headings for the columns of the timeline's summary.
-COLUMNS = {
-    "compute_ms": "computing",
-    "communicate_ms": "communicating",
-    "exposed_ms": "of it exposed",
-    "bubble_ms": "bubble",
-    "data_ms": "data",
-    "server_ms": "servers",
-    "update_ms": "update",
-    "other_ms": "other",
-}
 #: Largest number of rows in the table of messages.
 MOST_MESSAGES = 20
-#: Parts of a prediction that belong to one measured phase. Messages inside a pass belong to the pass.
+#: Parts of a prediction that belong to one measured phase.
 PREDICTED_IN = {
-    "forward and backward": ("compute", "recompute", "bubble", "split", "pipeline", "parameters", "batch norm"),
-    "communicate": ("gradients",),
+    "forward and backward": ("compute", "recompute"),
+    "communicate": ("bubble", "split", "pipeline", "parameters", "batch norm", "gradients"),
     "update": ("update",),
     "data": ("host",),
+}
+#: The same on a GPU, whose phases contain the messages inside them.
+PREDICTED_ON_GPU = PREDICTED_IN | {
+    "forward and backward": (*PREDICTED_IN["forward and backward"], *PREDICTED_IN["communicate"][:-1]),
+    "communicate": ("gradients",),
 }
 MEASURED_IN = {"forward and backward": ("forward", "backward")}
 
 
 @dataclass(frozen=True)
 class StepTimeSection:
-    """The mean time of a step by part.
+    """The time of rank 0 by part, from the first record to the last.
 
-    seconds: time of a step
-    bars:    parts of a step, in seconds
-    table:   the same as numbers
+    words: the steps that the figures cover, and the median step
+    bars:  parts, in seconds
+    table: the same as numbers
     """
 
-    seconds: float
+    words: str
     bars: list[BarSegment]
     table: HtmlTable
 
 
 def times(run: Run) -> StepTimeSection | None:
-    phases = mean_phases([each.phases for each in run.steps if each.phases])
-    there = [(name, value / 1e3) for name, value in parts(phases)]
-    if not there:
+    records = [each for each in run.steps if each.phases]
+    spent = _spent(records)
+    if not spent:
         return None
-    bars = stacked(there)
-    means = MEANING if any(bar.name == "forward" for bar in bars) else MEANING | {"backward": BOTH}
+    bars, steps = stacked(list(spent.items())), [each.phases for each in records]
+    medians, means = median_phases(steps), _meaning(run, spent)
     rows = [
-        (bar.name, formatting.duration(bar.value), formatting.percent(bar.width / 100), means[bar.name]) for bar in bars
+        (
+            bar.name,
+            formatting.duration(bar.value),
+            formatting.percent(bar.width / 100),
+            formatting.duration(medians[bar.name] / 1e3) if bar.name in medians else "",
+            means[bar.name],
+        )
+        for bar in bars
     ]
-    head = ("part", "time", "of the step", "what it is")
-    return StepTimeSection(sum(bar.value for bar in bars), bars, HtmlTable("A step's time by part", head, rows, (1, 2)))
+    first, last = (records[1:] or records)[0], records[-1]
+    since = f"Steps {first.step - _stride(records) + 1:,} to {last.step:,} took rank 0 {in_words(sum(spent.values()))}"
+    words = f"{since}. One step takes {formatting.duration((median_step(steps) or 0.0) / 1e3)} (median)."
+    head = ("part", "time", "share", "a step (median)", "what it is")
+    return StepTimeSection(words, bars, HtmlTable("Time of rank 0 by part", head, rows, (1, 2, 3)))
+
+
+def _spent(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the seconds by part in all records without the first of several, which includes the setup."""
+    earlier = [None, *records[:-1]] if len(records) == 1 else records[:-1]
+    found = dict.fromkeys(MEANING, 0.0)
+    for before, record in zip(earlier, records[len(records) > 1 :], strict=True):
+        steps = record.step if before is None else record.step - before.step
+        for phase, milliseconds in record.phases.items():
+            found[phase] += steps * milliseconds / 1e3
+    return {phase: seconds for phase, seconds in found.items() if seconds > 0}
+
+
+def _stride(records: Sequence[StepRecord]) -> int:
+    """Return the number of steps in the first record that counts."""
+    return records[1].step - records[0].step if len(records) > 1 else records[0].step
+
+
+def _meaning(run: Run, spent: dict[str, float]) -> dict[str, str]:
+    found = MEANING if "forward" in spent else MEANING | {"backward": BOTH}
+    several = run.facts is not None and run.facts.world.device == "cuda" and run.facts.world.size > 1
+    return found | {phase: found[phase] + INSIDE for phase in ("forward", "backward")} if several else found
 
 
 # ---- the timeline ----
@@ -91,10 +119,10 @@ def _sentences(found: JSON) -> Iterator[str]:
     if (cut := _cut(found)) is not None:
         yield cut
     if took is not None:
-        yield f"{_which(steps)} took {formatting.duration(took / 1e3)}{_of(steps)}."
+        yield f"{_which(steps)}: {formatting.duration(took / 1e3)}{' a step (median)' if len(set(steps)) > 1 else ''}."
     several = len(objects(found, "ranks")) > 1
     if several and (exposed := number(found, "exposed_communication")) is not None:
-        yield f"{formatting.percent(exposed)} of a step is communication that computing does not hide."
+        yield f"{formatting.percent(exposed)} of the time of all ranks in these steps is exposed communication."
     bubble = an_object(found, "bubble")
     if (share := number(bubble, "measured")) is not None:
         theory = number(bubble, "theory")
@@ -105,11 +133,9 @@ def _sentences(found: JSON) -> Iterator[str]:
 
 
 def _which(steps: tuple[int, ...]) -> str:
-    return f"Step {steps[0]:,}" if len(set(steps)) == 1 else "A step"
-
-
-def _of(steps: tuple[int, ...]) -> str:
-    return f" (median of steps {steps[0]:,} to {steps[1]:,})" if len(steps) == 2 and len(set(steps)) > 1 else ""
+    if not steps:
+        return "Recorded steps"
+    return f"Step {steps[0]:,}" if len(set(steps)) == 1 else f"Steps {steps[0]:,} to {steps[-1]:,}"
 
 
 def _cut(found: JSON) -> str | None:
@@ -124,17 +150,25 @@ def _cut(found: JSON) -> str | None:
 
 def _by_rank(found: JSON) -> HtmlTable | None:
     ranks = objects(found, "ranks")
-    there = [name for name in COLUMNS if any(number(each, name) for each in ranks)]
+    there = [name for name in COLUMNS if any(number(each, name) for each in ranks)]  # without empty ones
     if not there:
         return None
     rows = [
         (str(integer(each, "rank")), *(formatting.amount(number(each, name) or 0.0, 1.0) for name in there))
         for each in ranks
     ]
-    slowest = integer(found, "slowest") if len(ranks) > 1 else None
-    marked = next((place for place, each in enumerate(ranks) if integer(each, "rank") == slowest), None)
+    marked = next((place for place, each in enumerate(ranks) if _stands_out(each, found)), None)
     head = ("rank", *(COLUMNS[name] for name in there))
-    return HtmlTable("Milliseconds a step by rank, from the timeline", head, rows, tuple(range(len(head))), marked)
+    return HtmlTable("Milliseconds a step by rank", head, rows, tuple(range(len(head))), marked)
+
+
+def _stands_out(rank: JSON, found: JSON) -> bool:
+    """Return True for the slowest rank, if its own work exceeds that of the others as much as ``rank_section`` asks."""
+    over, step = number(found, "slowest_ms"), number(rank, "step_ms")
+    if over is None or step is None or integer(rank, "rank") != integer(found, "slowest"):
+        return False
+    own = step - sum(number(rank, f"{part}_ms") or 0.0 for part in ("exposed", "bubble", "server"))
+    return over > OUT * (own - over)
 
 
 def _messages(found: JSON) -> HtmlTable | None:
@@ -177,9 +211,11 @@ def compared(gathered: RunFiles) -> list[PredictionComparison]:
     foretold, predicted = run.foretold, run.facts.predicted if run.facts else None
     found: list[PredictionComparison | None] = []
     if foretold is not None:
-        found.append(_compare("a step", _ms(foretold.predicted_step_ms), _ms(foretold.measured_step_ms), "time"))
+        what = f"a step, mean of 15 until step {foretold.step}"
+        found.append(_compare(what, _ms(foretold.predicted_step_ms), _ms(foretold.measured_step_ms), "time"))
     elif predicted is not None:
-        found.append(_compare("a step", predicted.seconds, _median_step(run), "time"))
+        measured = median_step([each.phases for each in run.steps])
+        found.append(_compare("a step (median)", predicted.seconds, _ms(measured), "time"))
     if predicted is not None:
         found += _parts(predicted, run)
     if foretold is not None:
@@ -191,14 +227,10 @@ def _ms(value: float | None) -> float | None:
     return None if value is None else value / 1e3
 
 
-def _median_step(run: Run) -> float | None:
-    took = [sum(each.phases.values()) / 1e3 for each in run.steps[1:] or run.steps if each.phases]
-    return median(took) if took else None
-
-
 def _parts(predicted: PredictionMetadata, run: Run) -> Iterator[PredictionComparison | None]:
-    phases = mean_phases([each.phases for each in run.steps if each.phases])
-    for name, causes in PREDICTED_IN.items():
+    phases = median_phases([each.phases for each in run.steps])
+    on_gpu = run.facts is not None and run.facts.world.device == "cuda"
+    for name, causes in (PREDICTED_ON_GPU if on_gpu else PREDICTED_IN).items():
         expected = sum(predicted.parts.get(cause, 0.0) for cause in causes)
         came = sum(phases.get(phase, 0.0) for phase in MEASURED_IN.get(name, (name,))) / 1e3
         if expected or came:
