@@ -180,7 +180,7 @@ def test_command_is_as_the_user_has_typed_it(monkeypatch: pytest.MonkeyPatch) ->
     assert own_command() == ["python3", "train.py", "--lr", "1"]
 
 
-def test_optimizer_is_described_by_what_differs_from_its_defaults() -> None:
+def test_optimizer_is_described_by_its_given_options() -> None:
     net = nn.Linear(2, 2)
     assert describe_optimizer(torch.optim.SGD(net.parameters(), lr=0.25, momentum=0.9)) == "SGD(lr=0.25, momentum=0.9)"
     groups = [{"params": [net.weight]}, {"params": [net.bias], "lr": 1.0}]
