@@ -83,3 +83,10 @@ def test_the_list_of_messages_has_those_that_functions_make() -> None:
     assert "- *PeerLost*: server {...} is shutting down" in lines  # one of two texts
     assert any(line.startswith("- *UsageError*: {what} needs a value that it did not need when") for line in lines)
     assert not any(line.startswith("- *_") for line in lines)  # functions that make errors are no classes
+
+
+def test_quickstart_shows_the_lines_of_its_example() -> None:
+    page, source = (ROOT / "docs" / "quickstart.md").read_text(), (ROOT / "examples" / "llama.py").read_text()
+    shown = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(shown) == 2
+    assert all(block in source for block in shown)
