@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import platform
 from typing import Annotated, Any
 
 import typer
 
+from echelon.base.version import __version__
 from echelon.cli.check_commands import doctor, verify
 from echelon.cli.completion import completion
 from echelon.cli.file_commands import export, fetch_data
@@ -17,7 +19,31 @@ from echelon.cli.report_commands import report, timeline, watch
 from echelon.cli.run_command import run
 from echelon.cli.server_commands import serve
 from echelon.cli.submit_commands import submit
-from echelon.cli.version_command import show_version, version
+
+
+def version() -> None:
+    """Print the versions of Echelon, torch and Python."""
+    print(version_line())
+
+
+def version_line() -> str:
+    """Return the versions in one line; the version of torch is read without importing torch."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    try:
+        torch = f"torch {version_of('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return f"echelon {__version__} ({torch}, Python {platform.python_version()})"
+
+
+def show_version(asked: bool) -> None:
+    """Print the versions and exit if ``--version`` was given."""
+    if asked:
+        version()
+        raise typer.Exit
+
 
 app = typer.Typer(
     cls=EchelonGroup,

@@ -3,13 +3,56 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
+from echelon.base.recorded_steps import AFTER_WARM_UP, is_steps
 from echelon.cli.option_spelling import respell
-from echelon.cli.plain_values import convert_plainly
-from echelon.cli.timeline_option import with_steps
+
+#: Type of a parameter -> (converter, what the message of an error calls the type). Newer versions of typer convert by
+#: pydantic, whose import takes as long as all the rest of a command that finds a mistake: 0.11 s of CPU.
+_CONVERTERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    bool: (bool, "boolean"),
+    float: (float, "number"),
+    int: (int, "integer"),
+    list[str]: (list, "list"),
+    str: (str, "text"),
+    tuple[str, str]: (tuple, "pair"),
+}
+
+
+class PlainValue:
+    """The converter of a parameter of a plain type."""
+
+    def __init__(self, kind: Any, minimum: float | None) -> None:
+        self.convert, self.name = _CONVERTERS[kind]
+        self.minimum = minimum
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the converted value; () for a list that is not given. Typer calls this method."""
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
+        try:
+            found = self.convert(value)
+        except ValueError:
+            raise typer.BadParameter(f"'{value}' is not a valid {self.name}.", ctx=ctx, param=param) from None
+        if self.minimum is not None and found < self.minimum:
+            raise typer.BadParameter(f"{value} is not in the range x>={self.minimum}.", ctx=ctx, param=param)
+        return found
+
+
+def convert_plainly(params: list[Any]) -> list[Any]:
+    """Return the parameters, those of plain types with a ``PlainValue`` where typer would import pydantic."""
+    for param in params:
+        found = getattr(param, "type_descriptor", None)  # older versions of typer convert by click
+        if found is not None and found.annotation in _CONVERTERS and found.parameter_info.max is None:
+            value = PlainValue(found.annotation, found.parameter_info.min)
+            param.get_runtime_param = lambda value=value: value
+    return params
+
 
 #: Key of the context under which a command keeps its arguments, for error messages.
 WORDS = "echelon.words"
@@ -76,3 +119,19 @@ class EchelonGroup(TyperGroup):
 def _summary(command: Any) -> str:
     """Return the whole first paragraph of a command's help; click would truncate it at the width of a line."""
     return " ".join((command.help or "").split("\n\n")[0].split())
+
+
+OPTION = "--timeline"
+
+
+def with_steps(words: list[str], valued: set[str]) -> list[str]:
+    """Return the arguments with the default steps inserted after a bare ``--timeline``; arguments of the script stay.
+
+    valued: options that take a value
+    """
+    found, at = list(words), 0
+    while at < len(found) and found[at].startswith("-") and found[at] != "--":
+        if found[at] == OPTION and not (at + 1 < len(found) and is_steps(found[at + 1])):
+            found.insert(at + 1, AFTER_WARM_UP)
+        at += 2 if found[at] in valued else 1
+    return found

@@ -202,7 +202,7 @@ def _here(model: nn.Module, stages: StageTrace | None, grid: MeshGroups) -> Call
     """
     if stages is None:
         return lambda name: True
-    from echelon.parallel.pipeline.stage_modules import holds
+    from echelon.parallel.pipeline.placeholder_pool import holds
 
     mine = hosted_stages(stages, grid)
     foreign = [unit for unit, stage in stages.units.items() if stage not in mine]
@@ -218,7 +218,7 @@ def _drop_remote_stages(stages: StageTrace | None, model: nn.Module, given: Opti
     """Remove the weights of other ranks' stages from the model and from the optimizers."""
     if stages is None:
         return
-    from echelon.parallel.pipeline.stage_modules import keep_only
+    from echelon.parallel.pipeline.placeholder_pool import keep_only
 
     foreign = set(map(id, model.parameters()))
     keep_only(model, stages, hosted_stages(stages, grid))

@@ -17,7 +17,7 @@ from torch import nn
 import echelon
 from echelon.base.errors import UsageError
 from echelon.base.recorded_steps import RecordedSteps, parse_steps
-from echelon.cli.timeline_option import with_steps
+from echelon.cli.parsing import with_steps
 from echelon.distributed.activity import activity
 from echelon.observability.metrics import Log
 from echelon.observability.trace import summarize, trace_files

@@ -24,9 +24,9 @@ import echelon
 from echelon.base.errors import UsageError
 from echelon.parallel.activation_checkpoint import apply_recompute
 from echelon.parallel.objective import Objective
+from echelon.parallel.pipeline.placeholder_pool import holds, keep_only
 from echelon.parallel.pipeline.schedule_loop import StageTransfer, run_schedule
 from echelon.parallel.pipeline.split_backward import WeightGradStore, defer_weight_grads
-from echelon.parallel.pipeline.stage_modules import holds, keep_only
 from echelon.parallel.pipeline.stage_runner import StageRunner
 from echelon.parallel.pipeline.transport import PipelineLinks
 from echelon.plan.fake_forward import is_placeholder

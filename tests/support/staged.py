@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.parallel.objective import Objective
-from echelon.parallel.pipeline.stage_modules import keep_only
+from echelon.parallel.pipeline.placeholder_pool import keep_only
 from echelon.parallel.pipeline.stage_runner import StageRunner
 from echelon.plan.fake_forward import is_placeholder
 from echelon.plan.stage_trace import StageTrace, record

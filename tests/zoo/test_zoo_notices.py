@@ -19,7 +19,7 @@ from echelon.zoo.train.parameters import DEFAULT_HOOKS, PARAMETERS
 from echelon.zoo.train.rank_checks import check_ranks
 from echelon.zoo.train.resolve import TrainConfig, resolve
 from echelon.zoo.train.restore.model_dir import named_file
-from echelon.zoo.train.run_lines import resolved_lines
+from echelon.zoo.train.run import resolved_lines
 from echelon.zoo.train.strategies import asked_strategy, make_strategy
 from echelon.zoo.train.train_arguments import sort_words
 from echelon.zoo.train.unused_parameters import overruled_decay, unused_loss_scale, unused_shuffle_buffer

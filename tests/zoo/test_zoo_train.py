@@ -27,8 +27,7 @@ from echelon.zoo.copy_script import script
 from echelon.zoo.entry import Request
 from echelon.zoo.sample import sample
 from echelon.zoo.tasks import TASKS, pretraining, span, tokens
-from echelon.zoo.train.lr_schedule import make_schedule, stretch
-from echelon.zoo.train.optimizers import make_optimizer
+from echelon.zoo.train.optimizers import make_optimizer, make_schedule, stretch
 from echelon.zoo.train.parameter_table import markdown
 from echelon.zoo.train.resolve import resolve
 from echelon.zoo.train.strategies import asked_strategy, make_strategy

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.autograd import Function
 
 from echelon.base.errors import UsageError
 from echelon.distributed.tensor_layout import Layout
 from echelon.nn.moe import MoE
 from echelon.parallel.expert.split_moe import moe_pieces
-from echelon.parallel.tensor.autograd_functions import gather_for_functions
 from echelon.parallel.tensor.conv import conv_pieces
 from echelon.parallel.tensor.embedding import embedding_pieces
 from echelon.parallel.tensor.head_attention import attention_pieces
 from echelon.parallel.tensor.linear import linear_pieces
 from echelon.parallel.tensor.sequence import sequence_pieces
-from echelon.parallel.tensor.sharded_activation import whole
+from echelon.parallel.tensor.sharded_activation import ShardedActivation, whole
 from echelon.parallel.tensor.split_axis import SplitAxis
 from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, refuse_sequence_of_spread
 from echelon.parallel.tensor.transformer_layer import (
@@ -179,3 +180,27 @@ def _refuse_strangers(model: nn.Module, owners: Mapping[int, set[int]], names: M
 
 def _gather_inputs(module: nn.Module, inputs: Any) -> Any:
     return whole(inputs)
+
+
+_plain = Function.__dict__["apply"].__func__
+
+
+@functools.wraps(_plain)
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if cls.__module__.startswith("echelon."):  # these accept a ShardedActivation, as the loss of split logits does
+        return _plain(cls, *args, **kwargs)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ShardedActivation | list | tuple | dict):
+            args, kwargs = whole((args, kwargs))
+            break
+    return _plain(cls, *args, **kwargs)
+
+
+def gather_for_functions() -> None:
+    """Patch ``torch.autograd.Function.apply`` in this process, so that it receives whole tensors.
+
+    Torch does not check its arguments for ``__torch_function__``: a ShardedActivation would reach the function's
+    forward as a plain object, and its gradient would be lost, or ``save_for_backward`` would reject it.
+    """
+    if Function.__dict__["apply"].__func__ is _plain:
+        Function.apply = classmethod(_apply)  # type: ignore[assignment]

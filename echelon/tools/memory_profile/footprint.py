@@ -7,19 +7,23 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.optim import Adam, AdamW
 
 from echelon.base.errors import UsageError
+from echelon.base.formatting import things
 from echelon.observability.runlog.rank_names import place_in_words
 from echelon.observability.runlog.run_metadata import Footprint, MemorySaving, ModuleBytes
+from echelon.plan import Plan
+from echelon.plan.axes import words
 from echelon.planner.cost.in_flight import micro_batches_in_flight
 from echelon.planner.cost.rank_memory import samples_of
 from echelon.planner.profiling.named_optimizers import named_optimizer
 from echelon.planner.profiling.optimizer_state import Given
 from echelon.planner.profiling.profile import Profile
-from echelon.tools.memory_profile.describe_job import how_in_words
+from echelon.strategy import LowMemory, Shard
+from echelon.strategy.combine import refuse_conflicts
 from echelon.tools.memory_profile.peak import JobMemory, PeakEstimator, RankGroupPeak
 from echelon.tools.memory_profile.saved_activations import LOSS, SavedActivations, kept_by_stage
-from echelon.tools.memory_profile.suggestions import alternatives
 from echelon.tools.memory_profile.training_job import Optimizers, TrainingJob
 
 #: Row for bytes that belong to the model itself and to none of its submodules.
@@ -144,3 +148,73 @@ def _notes(spread: JobMemory) -> Iterator[str]:
         )
     if plan.local is not None or plan.dgc is not None:
         yield "the state of LocalSGD and DGC is counted under 'exchange', as in plans"
+
+
+def how_in_words(job: TrainingJob, plan: Plan) -> str:
+    return ", ".join((f"{things(job.samples, 'sample')}{_mesh(plan)}", *_options(plan)))
+
+
+def _mesh(plan: Plan) -> str:
+    if plan.ranks == 1:
+        return ""
+    if not plan.is_model_parallel:
+        return f" on each of {plan.ranks} processes"
+    one = words(plan.mesh.get("stage", 1), plan.mesh.get("split", 1))
+    copies = plan.mesh["replicate"]
+    whom = f"each of {copies} copies" if copies > 1 else "one copy"
+    given = f" to each process, {whom}" if plan.batch_per_split_rank else f" to {whom}"
+    return f"{given} ({one}), {plan.ranks} processes"
+
+
+def _options(plan: Plan) -> Iterator[str]:
+    if plan.pipeline is not None:
+        schedule = f" ({plan.pipeline.schedule})" if plan.mesh.get("stage", 1) > 1 else ""
+        yield f"{things(plan.pipeline.micro_batches, 'micro-batch')}{schedule}"
+    if plan.recompute or plan.recompute_chains:
+        yield "recompute"
+    if plan.low_memory is not None:
+        yield "low_memory"
+    elif plan.amp is not None:
+        yield f"amp {plan.amp.dtype}{' (by itself, on a GPU)' if plan.fast.bf16 else ''}"
+    if plan.shard is not None:
+        yield f"shard {plan.shard.level}"
+    yield from (name for name in ("lars", "lamb", "dgc") if getattr(plan, name) is not None)
+    if plan.local is not None:
+        yield "localsgd"
+    if plan.gradient_merge > 1:
+        yield f"{plan.gradient_merge} batches an update"
+
+
+def alternatives(job: TrainingJob, plan: Plan, optimizers: Optimizers) -> Iterator[tuple[str, TrainingJob | str]]:
+    """Yield (change, job with that change), or (change, reason why it is not possible)."""
+    for what, change in _changes(plan, optimizers).items():
+        try:
+            other = job.replaced(**change)
+            refuse_conflicts(other.strategy, _marked(plan))
+        except UsageError as error:
+            yield what, str(error).partition("; ")[0]
+        else:
+            yield what, other
+    if job.samples > 1:
+        yield f"batch {job.samples // 2}", dataclasses.replace(job, samples=job.samples // 2)
+
+
+def _changes(plan: Plan, optimizers: Optimizers) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    if not plan.recompute and not plan.recompute_chains:
+        found["recompute"] = {"recompute": True}
+    if plan.amp is None:
+        found["amp bf16"] = {"amp": "bf16"}
+    level = plan.shard.level if plan.shard else 0
+    for higher in range(level + 1, 4) if plan.mesh["replicate"] > 1 else ():
+        found[f"shard {higher}"] = {"shard": Shard(level=higher)}  # type: ignore[arg-type]
+    if plan.low_memory is None and all(type(each) in (Adam, AdamW) for each in optimizers.values()):
+        found["low_memory"] = {
+            "low_memory": LowMemory(),
+            "amp": None if plan.amp is None or plan.amp.dtype == "bf16" else plan.amp,
+        }
+    return found
+
+
+def _marked(plan: Plan) -> list[str]:
+    return [name for name, there in (("split", plan.splits), ("pipeline", plan.pipeline)) if there]

@@ -7,32 +7,36 @@ is the command without its launcher: one process, or a rank of torchrun, srun or
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import echelon
 from echelon.base.console import say
 from echelon.base.errors import UsageError
+from echelon.base.formatting import text_table
 from echelon.data import Loader
 from echelon.engine.engine import context_of
+from echelon.observability.runlog.log_files import RUN
 from echelon.zoo.application import let_arrive, open_data, train_loader
 from echelon.zoo.entry import Request
 from echelon.zoo.tasks import TASKS, loss_of
 from echelon.zoo.train.hooks import Hooks
 from echelon.zoo.train.input import InputWaitTimer
-from echelon.zoo.train.lr_schedule import make_schedule, stretch
 from echelon.zoo.train.model_marks import mark
-from echelon.zoo.train.optimizers import make_optimizer
+from echelon.zoo.train.optimizers import make_optimizer, make_schedule, stretch
 from echelon.zoo.train.output_dir import forget, output_directory
-from echelon.zoo.train.resolve import TrainConfig, resolve, with_sizes
+from echelon.zoo.train.resolve import DEFAULT, TrainConfig, resolve, with_sizes
 from echelon.zoo.train.restore import check_vocabulary, read_weights, restore, sizes
-from echelon.zoo.train.run_lines import final_line, recorded_settings, resolved_lines
 from echelon.zoo.train.statistics import show, statistics
-from echelon.zoo.train.stopwatch import Stopwatch
 from echelon.zoo.train.strategies import make_strategy
 from echelon.zoo.train.train_arguments import sort_words
 from echelon.zoo.train.unused_parameters import overruled_decay, unused_shuffle_buffer
@@ -226,6 +230,75 @@ def main() -> None:
             raise UsageError("--fresh is for 'echelon train'; under another launcher remove output_dir by hand")
         forget(output_directory(resolved))
     TrainingRun(resolved).train()
+
+
+def resolved_lines(resolved: TrainConfig, directory: Path) -> list[str]:
+    """Return one line per non-default parameter, with its origin, and one line for those with default values."""
+    chosen = {name: value for name, value in resolved.values.items() if value.origin != DEFAULT}
+    rows = [(name, f"{_shown(value.value)}  ({value.origin})") for name, value in chosen.items()]
+    rows += [(name, f"{_shown(value)}  (strategy)") for name, value in resolved.strategy.items()]
+    rest = len(resolved.values) - len(chosen)
+    return [
+        f"{resolved.model.name} on '{resolved.dataset.name}', task '{resolved.task}'",
+        *text_table(rows, indent=2),
+        f"  {rest} others have their defaults: all are in {directory / RUN}, 'echelon train --help' has them",
+    ]
+
+
+def recorded_settings(resolved: TrainConfig) -> dict[str, tuple[Any, str]]:
+    """Return value and origin of every parameter, for run.json."""
+    values = {name: (value.value, value.origin) for name, value in resolved.values.items()}
+    return values | {name: (value, "strategy") for name, value in resolved.strategy.items()}
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def final_line(results: Mapping[str, Any]) -> str:
+    """Return the results as one JSON object; NaN and infinity, which JSON lacks, become null."""
+    return json.dumps({name: _plain(value) for name, value in results.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+WARM_UP = 10  #: first steps that are not counted: they allocate memory, select kernels and compile the model
+
+
+class Stopwatch:
+    def __init__(self, device: torch.device, expected_steps: int | None) -> None:
+        self._device = device
+        self._skipped = WARM_UP if expected_steps is None else min(WARM_UP, expected_steps // 2)
+        self._seen, self._examples, self._since, self._paused = 0, 0.0, self._now(), 0.0
+
+    def step(self, examples: float) -> None:
+        self._seen += 1
+        if self._seen > self._skipped:
+            self._examples += examples
+        elif self._seen == self._skipped:
+            self._since, self._paused = self._now(), 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._paused += self._now() - begin
+
+    def examples_per_s(self) -> float | None:
+        """Return the throughput; None if no step was counted."""
+        seconds = self._now() - self._since - self._paused
+        return self._examples / seconds if self._examples and seconds > 0 else None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # kernels run asynchronously
+        return time.perf_counter()
 
 
 if __name__ == "__main__":

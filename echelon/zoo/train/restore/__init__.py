@@ -2,7 +2,6 @@
 
 from echelon.zoo.train.restore.config_sizes import sizes
 from echelon.zoo.train.restore.fit_weights import RestoreReport, restore
-from echelon.zoo.train.restore.initial_weights import read_weights
-from echelon.zoo.train.restore.vocabulary_check import check_vocabulary
+from echelon.zoo.train.restore.initial_weights import check_vocabulary, read_weights
 
 __all__ = ["RestoreReport", "check_vocabulary", "read_weights", "restore", "sizes"]
