@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from echelon.base.option_checks import at_least
 from echelon.cli.options import AllAsJson, ScriptArgs
 from echelon.launcher.run_options import Module
 
@@ -45,13 +46,11 @@ def verify(
 ) -> None:
     """Train a script for some steps on several processes and in one, and report the first difference."""
     from echelon.launcher.job import check_gpus
-    from echelon.launcher.rendezvous.host_options import at_least
     from echelon.tools.verify.verify_options import VerifyOptions, check_asked
 
     asked = VerifyOptions(script, tuple(args or []), module, steps, tolerance, ())
     check_asked(asked)
-    if procs is not None:
-        at_least(1, "--procs", procs)
+    at_least(1, "--procs", procs)
     if gpus is not None:
         check_gpus(gpus)
     from echelon.cli.commands.verify import launcher_words, run_verify

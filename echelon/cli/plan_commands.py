@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from echelon.cli.options import AllAsJson, Inputs, ScriptArgs
-from echelon.cli.preflight import require_model, require_one_of
+from echelon.base.option_checks import at_least, require_one_of
+from echelon.cli.expand_options import expand_options
+from echelon.cli.options import AllAsJson, AsJson, ScriptArgs
+from echelon.cli.preflight import require_model
+from echelon.tools.memory_profile.memory_options import Inputs, MemoryOptions
 
 
 def explain(
@@ -28,8 +31,8 @@ def explain(
     procs_per_host: Annotated[int | None, typer.Option(help="Processes of each host.", show_default="all")] = None,
 ) -> None:
     """Say what a strategy will do to a step, in which order, and what it costs."""
-    _check_procs(procs)
-    _check_procs(procs_per_host, "--procs-per-host")
+    at_least(1, "--procs", procs)
+    at_least(1, "--procs-per-host", procs_per_host)
     from echelon.cli.commands.explain import run_explain
 
     print(run_explain(settings or [], model, procs, procs_per_host))
@@ -107,85 +110,24 @@ def plan(
     run_plan(asked, explain=explain, html=html, as_json=as_json, save=save)
 
 
+@expand_options
 def memory(
-    context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="A script, zoo:NAME, gpt:layers=...,..., or file.py:callable, as for 'echelon plan'."),
-    ],
+    options: MemoryOptions,
     args: ScriptArgs = None,
-    *,
-    procs: Annotated[
-        int | None, typer.Option(help="Processes of the job.", show_default="the fewest that the options need")
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-size",
-            min=1,
-            help="Samples in a batch of each copy of the model.",
-            show_default="the model's",
-        ),
-    ] = None,
-    plan: Annotated[str | None, typer.Option(help="A plan from 'echelon plan --save'; it sets all the rest.")] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline; cut by cost.")] = None,
-    split: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share each layer that plans can split.")
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches of a batch.", show_default="4 with stages")
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="1f1b, gpipe, interleaved or zero-bubble.", show_default="1f1b")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda: device whose kernels count.", show_default="the one here")
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw, adam, sgd, momentum, lamb ...", show_default="the script's, or adamw")
-    ] = None,
-    amp: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or off.", show_default="the script's; else bf16 on GPUs")
-    ] = None,
-    recompute: Annotated[
-        bool | None,
-        typer.Option("--recompute/--no-recompute", help="Keep few activations.", show_default="the script's, or no"),
-    ] = None,
-    low_memory: Annotated[
-        bool | None,
-        typer.Option("--low-memory/--no-low-memory", help="Six bytes a parameter.", show_default="the script's, or no"),
-    ] = None,
-    shard: Annotated[
-        int | None, typer.Option(help="0 to 3: level of sharding (ZeRO).", show_default="the script's, or 0")
-    ] = None,
-    merge: Annotated[
-        int | None,
-        typer.Option(
-            "--gradient-merge", min=1, help="Batches that make up one update.", show_default="the script's, or 1"
-        ),
-    ] = None,
-    input: Inputs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
     save: Annotated[
         str | None, typer.Option("--log-dir", metavar="DIR", help="Write memory.json there, for 'echelon report DIR'.")
     ] = None,
 ) -> None:
     """Compute the memory of each rank of a job, by module and kind, its peak, and possible savings; nothing runs."""
-    from echelon.strategy.annotations.marks import ScheduleName
-
-    require_model(model)
-    _check_procs(procs)
-    require_one_of("--device", device, ("cpu", "cuda"))
-    require_one_of("--amp", amp, ("bf16", "fp16", "off"))
-    require_one_of("--schedule", schedule, get_args(ScheduleName))
-    require_one_of("--shard", shard, (0, 1, 2, 3))
-    if optimizer is not None:
+    require_model(options.model)
+    if options.optimizer is not None:
         from echelon.planner.profiling.named_optimizers import check_name
 
-        check_name(optimizer)
+        check_name(options.optimizer)  # before torch is imported
     from echelon.cli.commands.memory import run_memory
 
-    run_memory(**context.params)
+    run_memory(options, args or [], as_json=as_json, save=save)
 
 
 def bench(
@@ -195,7 +137,7 @@ def bench(
     quick: Annotated[bool, typer.Option(help="Fewer sizes, a few seconds.")] = False,
 ) -> None:
     """Measure this machine, in under two minutes, into a file that plans use."""
-    _check_procs(procs)
+    at_least(1, "--procs", procs)
     if out is not None:
         from echelon.planner.cluster.bench_file import make_room
 
@@ -203,10 +145,3 @@ def bench(
     from echelon.cli.commands.bench import bench as measure
 
     measure(out, procs, quick)
-
-
-def _check_procs(count: int | None, option: str = "--procs") -> None:
-    from echelon.launcher.rendezvous.host_options import at_least
-
-    if count is not None:
-        at_least(1, option, count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.base.errors import UsageError
@@ -24,13 +23,6 @@ def require_path(path: str, line: str) -> None:
     """Raise UsageError with the message ``line`` if the path does not exist; URLs are not checked."""
     if "://" not in path and not Path(path).exists():
         raise UsageError(line)
-
-
-def require_one_of(option: str, value: object, known: Sequence[object]) -> None:
-    """Raise UsageError if a value is given and is not one of ``known``."""
-    if value is not None and value not in known:
-        *most, last = map(str, known)
-        raise UsageError(f"{option} {value}: expected {', '.join(most)} or {last}")
 
 
 def _near(path: Path) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from echelon.base import network
 from echelon.base.errors import UsageError, nearest
+from echelon.base.option_checks import at_least
 from echelon.base.recorded_steps import check_steps
 from echelon.distributed import rank_main
-from echelon.launcher.rendezvous.host_options import at_least, check_node_rank, host_counts, meeting_points
+from echelon.launcher.rendezvous.host_options import check_node_rank, host_counts, meeting_points
 from echelon.launcher.role_assignment import MAX_RESTARTS, ParameterServerRoles, check_roles
 from echelon.launcher.run_options import RunOptions
 
@@ -77,9 +78,9 @@ def check(options: RunOptions) -> Job:
     roles, procs = check_roles(options), options.procs
     if options.gpus is not None:
         check_gpus(options.gpus)
-    if procs is not None and roles is None:
+    if roles is None:
         at_least(1, "--procs", procs)
-    if roles is not None:
+    else:
         _check_no_ranks(options)
     fewest, hosts, elastic = (1, 1, None) if roles is not None else host_counts(options.nnodes)
     restarts = options.max_restarts

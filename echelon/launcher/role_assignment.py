@@ -28,6 +28,7 @@ from echelon.base.environment import (
     TRAINING_ROLE,
 )
 from echelon.base.errors import UsageError
+from echelon.base.option_checks import at_least
 from echelon.distributed.ps_role import BY_HAND
 from echelon.launcher.run_options import RunOptions
 
@@ -78,8 +79,7 @@ def check_roles(options: RunOptions) -> ParameterServerRoles | None:
 
 def _count_workers(here: int, trainers: int | None, first: int | None, listed: bool) -> tuple[int, int]:
     """Return the number of all workers, and the id of the first one here."""
-    if here < (0 if listed else 1):
-        raise UsageError(f"--workers {here}: expected {0 if listed else 1} or more")
+    at_least(0 if listed else 1, "--workers", here)
     if not listed:
         if trainers not in (None, here) or first not in (None, 0):
             raise UsageError("--trainers and --trainer-id-from are for several hosts; name their servers by --pservers")

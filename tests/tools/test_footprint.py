@@ -426,9 +426,9 @@ def make():
 """
 
 
-def asked(*words: Any, **options: Any) -> Footprint:
+def asked(model: str, save: str | None = None, **options: Any) -> Footprint:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        run_memory(*words, as_json=True, device="cpu", **options)
+        run_memory(MemoryOptions(model, device="cpu", **options), as_json=True, save=save)
     found = Footprint.of(json.loads(out.getvalue()))
     assert found is not None
     return found
@@ -460,7 +460,7 @@ def test_a_script_is_taken_with_its_own_strategy_and_optimizer(tmp_path: Path) -
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "made.py").write_text(MADE)
     [answer] = run(_listened, str(tmp_path / "train.py"), ranks=1)
-    same = asked(f"{tmp_path / 'made.py'}:make", [], optimizer="momentum", recompute=True, save=str(tmp_path / "out"))
+    same = asked(f"{tmp_path / 'made.py'}:make", optimizer="momentum", recompute=True, save=str(tmp_path / "out"))
     assert Footprint.of(answer["footprint"]) == same
     assert answer["title"] == "train, SGD"
     assert read(tmp_path / "out").memory == same
@@ -483,7 +483,7 @@ def _listened(script: str) -> Any:
         ("nowhere.py", {}, "MODEL: no file at 'nowhere.py'"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {}, "--batch-size is missing"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 1, "optimizer": "adamm"}, "no 'adamm'"),
-        ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 1, "shard": 5}, "shard=5"),
+        ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 1, "shard": 5}, "--shard 5: expected 0, 1, 2 or 3"),
         ("gpt:layers=1,hidden=8,heads=1,sequence=4", {"batch": 0}, "expected 1 or more"),
         ("gpt:layers=2,hidden=8,heads=2,sequence=4", {"batch": 1, "split": 64}, "can be cut in at most 2; take fewer"),
         (
@@ -501,12 +501,14 @@ def _listened(script: str) -> Any:
 )
 def test_mistakes_are_one_line(model: str, words: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line) as error:
-        run_memory(model, [], **words)
+        run_memory(MemoryOptions(model, **words))
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_the_tables_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    run_memory("gpt:layers=3,hidden=64,heads=4,sequence=32,vocabulary=100", [], batch=4, procs=2, device="cuda")
+    run_memory(
+        MemoryOptions("gpt:layers=3,hidden=64,heads=4,sequence=32,vocabulary=100", batch=4, procs=2, device="cuda")
+    )
     shown = capsys.readouterr().out
     how = "4 samples on each of 2 processes, amp bf16 (by itself, on a GPU)"
     assert shown.startswith(f"gpt(3 layers, hidden 64), adamw: {how}\n")
@@ -519,7 +521,7 @@ def test_a_saved_plan_holds_what_the_same_words_do(tmp_path: Path) -> None:
     looked = find_source(plans.PlanOptions(model=model, cluster="1xCPU", batch=8), Cluster.parse("1xCPU")).profile
     draft = Draft(batch=8, stage=2, cuts=(3,), micro_batches=2, schedule="1f1b", replicate=2, shard=1)
     make_saved_plan(draft, looked).save(tmp_path / "plan.json")
-    planned = asked(model, [], plan=str(tmp_path / "plan.json"))
+    planned = asked(model, plan=str(tmp_path / "plan.json"))
     marks = ModelMarks(
         units={name: int(at >= 3) for at, name in enumerate(looked.names)}, splits={}, replicates=(),
         pipeline=Pipeline(micro_batches=2), default=None,
@@ -528,4 +530,4 @@ def test_a_saved_plan_holds_what_the_same_words_do(tmp_path: Path) -> None:
     assert planned == written
     assert [one.place for one in planned.each] == ["stage 0", "stage 1"]
     with pytest.raises(UsageError, match="--plan already sets --shard; remove --shard or --plan"):
-        asked(model, [], plan=str(tmp_path / "plan.json"), shard=2)
+        asked(model, plan=str(tmp_path / "plan.json"), shard=2)

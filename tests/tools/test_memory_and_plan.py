@@ -24,6 +24,7 @@ from echelon.planner.profiling.optimizer_state import with_state_of
 from echelon.planner.profiling.profile import Profile, profile
 from echelon.tools.memory_profile.memory_options import MemoryOptions
 from echelon.tools.memory_profile.peak import KINDS, PeakEstimator
+from echelon.tools.memory_profile.requested_job import requested_job
 
 MODELS = ("convnet", "transformer", "weights", "unet", "frozen", "resnet50")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def _optimizer(found: Profile) -> torch.optim.Optimizer:
 def test_memory_and_plan_count_the_same_bytes(name: str, setting: str) -> None:
     (found, peaks), options = profiled(name), SETTINGS[setting]
     copies = options.get("procs", 1)
-    job = MemoryOptions(model=name, device="cpu", **options, batch=found.batch // copies).job(found)
+    job = requested_job(MemoryOptions(name, device="cpu", **options, batch=found.batch // copies), found)
     spread = peaks.spread(job)
     system = with_state_of(ECHELON, _optimizer(found), found.model)
     predicted = predict(found, Cluster.parse(f"{job.procs}xCPU"), spread.plan, system=system, optimizer="adamw").memory

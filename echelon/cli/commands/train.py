@@ -11,8 +11,8 @@ from pathlib import Path
 
 from echelon.base.environment import RECORD_DIR
 from echelon.base.errors import UsageError
+from echelon.base.option_checks import at_least
 from echelon.cli.launcher_options import launch_module, launcher_options
-from echelon.launcher.rendezvous.host_options import at_least
 from echelon.zoo.entry import Setting
 from echelon.zoo.registry import require_dataset
 from echelon.zoo.train.parameters import PARAMETERS

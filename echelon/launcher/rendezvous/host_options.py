@@ -10,6 +10,7 @@ from echelon.base import network
 from echelon.base.environment import LOG_DIR, PADDLE_HOSTS, TOKEN, TOKEN_FILE
 from echelon.base.errors import UsageError
 from echelon.base.job_secret import find_token
+from echelon.base.option_checks import at_least
 
 
 def host_counts(asked: int | str | None) -> tuple[int, int, str | None]:
@@ -35,11 +36,6 @@ def _node_count(env: Mapping[str, str]) -> int:
                 )
             return int(text)
     return 1
-
-
-def at_least(least: int, option: str, value: int) -> None:
-    if value < least:
-        raise UsageError(f"{option} {value}: expected {least} or more")
 
 
 def check_node_rank(node_rank: int | None, hosts: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from echelon.base.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
 from echelon.base.errors import EchelonError, UsageError
+from echelon.base.option_checks import at_least
 from echelon.launcher.schedulers import kubernetes_names
 from echelon.launcher.schedulers.submission import MASTER_PORT, SERVER_PORT, KubernetesSubmission, split_run
 
@@ -89,8 +90,7 @@ def _check(asked: KubernetesSubmission) -> None:
         if size is not None:
             kubernetes_names.check_quantity(option, size)
     for option, count in counts.items():
-        if count is not None and count < 1:
-            raise UsageError(f"{option} {count}: expected 1 or more")
+        at_least(1, option, count)
     _check_fit(asked)
 
 

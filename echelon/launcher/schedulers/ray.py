@@ -24,6 +24,7 @@ from echelon.base.environment import TOKEN, TOKEN_FILE
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.job_secret import find_token
 from echelon.base.network import endpoint
+from echelon.base.option_checks import at_least
 from echelon.base.wait_notice import WaitNotice, say_wait
 from echelon.launcher.rendezvous.host_options import host_counts
 from echelon.launcher.run_options import RunOptions
@@ -337,8 +338,7 @@ def _share_of_a_node(options: RunOptions, nodes: list[dict[str, Any]]) -> tuple[
     if gpus is None and options.procs is None:
         gpus = int(min((node["Resources"]["GPU"] for node in _nodes_with({"GPU": 1}, nodes)), default=0))
     procs = options.procs if options.procs is not None else gpus or 1
-    if procs < 1:
-        raise UsageError(f"--procs {procs}: expected 1 or more")
+    at_least(1, "--procs", procs)
     return procs, {"CPU": float(procs)} | ({"GPU": float(gpus)} if gpus else {})
 
 

@@ -31,6 +31,7 @@ from echelon.base.environment import (
     whole_number,
 )
 from echelon.base.errors import EchelonError, UsageError
+from echelon.base.option_checks import at_least
 from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers.submission import SlurmSubmission, split_run
 
@@ -143,8 +144,7 @@ def submit(asked: SlurmSubmission) -> str:
 
 
 def _directives(asked: SlurmSubmission, logs: Path) -> list[str]:
-    if asked.nodes < 1:
-        raise UsageError(f"--nnodes {asked.nodes}: expected 1 or more")
+    at_least(1, "--nnodes", asked.nodes)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", asked.job_name, re.ASCII):
         raise UsageError(f"--name '{asked.job_name}' is not a valid job name; use letters, digits, dots and dashes")
     if asked.time is not None and not _TIME.fullmatch(asked.time):

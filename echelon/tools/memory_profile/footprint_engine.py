@@ -20,6 +20,7 @@ from echelon.strategy.annotations.annotate import collect
 from echelon.strategy.annotations.slices import Slices, current
 from echelon.tools.memory_profile.footprint import find_footprint
 from echelon.tools.memory_profile.memory_options import MemoryOptions
+from echelon.tools.memory_profile.requested_job import cluster_for, job_by_plan, remark, requested_job
 from echelon.tools.memory_profile.training_job import TrainingJob
 from echelon.tools.plan_report.model_source import profile_model
 from echelon.tools.plan_report.planning_engine import PlanningEngine
@@ -46,32 +47,32 @@ class FootprintEngine(PlanningEngine):
     def _look_at(self, batch: Any) -> NoReturn:
         self._refuse_tables()
         try:
-            asked = build(MemoryOptions, self._question["footprint"], "asked")
-            cluster = Cluster.parse(asked.cluster)
-            profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
-            job = self._job(asked, profile)
-            found = find_footprint(profile, job, asked.optimizer or self._optimizer)
-            found = replace(found, notes=(*asked.remark(job), *found.notes))
+            options = build(MemoryOptions, self._question["footprint"], "asked")
+            cluster = Cluster.parse(cluster_for(options))
+            profile = profile_model(self._model, batch, self._loss, name=Path(options.model).stem, cluster=cluster)
+            job = self._job(options, profile)
+            found = find_footprint(profile, job, options.optimizer or self._optimizer)
+            found = replace(found, notes=(*remark(options, job), *found.notes))
         except EchelonError as error:
             self._answer({"error": str(error)})
-        title = f"{profile.name}, {asked.optimizer or type(self._first).__name__}"
+        title = f"{profile.name}, {options.optimizer or type(self._first).__name__}"
         self._answer({"title": title, "footprint": found.to_json()})
 
-    def _job(self, asked: MemoryOptions, profile: Profile) -> TrainingJob:
-        saved = SavedPlan.load(asked.plan) if asked.plan is not None else find_saved(self._plan)
+    def _job(self, options: MemoryOptions, profile: Profile) -> TrainingJob:
+        saved = SavedPlan.load(options.plan) if options.plan is not None else find_saved(self._plan)
         if saved is not None:
             refuse_settings_beside_plan(self._strategy, self._marks, None, served=False, planned=True)
             saved.check_model(self._model)
-            return asked.by_plan(saved)
+            return job_by_plan(options, saved)
         if self._strategy.auto:
             raise UsageError(
                 "the script leaves its plan to auto, which finds it on the devices that are there; save one with "
-                f"'echelon plan {asked.model} --save plan.json' and give it as --plan plan.json"
+                f"'echelon plan {options.model} --save plan.json' and give it as --plan plan.json"
             )
         if isinstance(self._plan, Plan):
             raise UsageError("the script gives distribute() a Plan, which is fixed to a number of ranks; give "
                              "strategy= and marks, or a saved plan")  # fmt: skip
-        return asked.job(profile, self._strategy, self._marks, self._slices)
+        return requested_job(options, profile, self._strategy, self._marks, self._slices)
 
     @property
     def _first(self) -> Any:

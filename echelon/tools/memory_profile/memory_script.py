@@ -11,8 +11,8 @@ from echelon.tools.memory_profile.memory_options import MemoryOptions
 from echelon.tools.plan_report.plan_script import ask
 
 
-def ask_script(asked: MemoryOptions, arguments: Sequence[str]) -> dict[str, Any]:
+def ask_script(options: MemoryOptions, arguments: Sequence[str]) -> dict[str, Any]:
     """Run the script and return ``{"title": ..., "footprint": ...}`` as JSON data."""
-    if not Path(asked.model).is_file():
-        raise UsageError(f"MODEL: no file at '{asked.model}'")
-    return ask(asked.model, arguments, {"footprint": asked.to_dict()})
+    if not Path(options.model).is_file():
+        raise UsageError(f"MODEL: no file at '{options.model}'")
+    return ask(options.model, arguments, {"footprint": options.to_dict()})

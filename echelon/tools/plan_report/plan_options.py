@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from echelon.base.config import strict
 from echelon.base.errors import UsageError, nearest
+from echelon.base.option_checks import at_least
 from echelon.base.quantities import quantity
 from echelon.planner.cluster.cluster import Cluster, with_memory_limit
 from echelon.planner.plan_search.plan_shapes import APPROXIMATE
@@ -43,8 +44,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for name, number in (("global-batch", self.batch), ("keep", self.keep)):
-            if number is not None and number < 1:
-                raise UsageError(f"--{name} {number}: expected 1 or more")
+            at_least(1, f"--{name}", number)
         for name in self.allow:
             if name not in APPROXIMATE:
                 raise UsageError(f"--allow has no '{name}'{nearest(name, APPROXIMATE)}")

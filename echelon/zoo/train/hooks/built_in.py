@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from echelon.base.errors import UsageError
+from echelon.base.option_checks import at_least
 from echelon.distributed.collectives import gather_json
 from echelon.zoo.entry import Request
 from echelon.zoo.train.hooks.hook import EveryNSteps, Hook, HookContext, steps_of
@@ -93,8 +94,7 @@ class EarlyStopHook(Hook):
 
     def begin(self, run: HookContext) -> None:
         self._patience: int = run.request["early_stop_patience"]
-        if self._patience < 1:
-            raise UsageError(f"--early_stop_patience {self._patience}: expected 1 or more")
+        at_least(1, "--early_stop_patience", self._patience)
         if not steps_of(run.request, "eval_every_n_iters"):
             raise UsageError("EarlyStopHook needs evaluations, and there are none; give --eval_every_n_iters N")
         self._stop_in_time(run)
