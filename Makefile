@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip install --no-compile --quiet --disable-pip-version-check
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: ready demo test test-gpu test-third-party test-lowest matrix lint docs bench lock audit sbom clean
+.PHONY: ready demo test test-gpu test-third-party test-lowest fuzz matrix lint docs bench lock audit sbom clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
@@ -20,6 +20,11 @@ test: $(READY)
 test-third-party: $(READY)
 	$(PIP) -c constraints.txt -e '.[third-party]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/third_party
+
+# Damaged and hostile input for every parser, for an hour or MINUTES. The suite gives each parser its first 150.
+MINUTES ?= 60
+fuzz: $(READY)
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzzing.py --minutes $(MINUTES) $(WORDS)
 
 # What makes sense on a GPU, with the torch that sees it: nothing is installed. WORDS="parity shard" chooses files.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))

@@ -207,4 +207,4 @@ def _either(words: list[str]) -> str:
 def require(holds: bool, owner: object, name: str, wanted: str) -> None:
     """Raise if a value has the right type but not the right size; for ``__post_init__`` of a strict class."""
     if not holds:
-        raise UsageError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): expected {wanted}")
+        raise UsageError(f"{type(owner).__name__}({name}={brief(getattr(owner, name), 100)}): expected {wanted}")

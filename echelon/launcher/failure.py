@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from echelon.base.json_head import parse_object
 from echelon.base.user_traceback import in_brackets
 
 _LONGEST_LINE = 500
@@ -100,9 +101,9 @@ class Failure:
     @staticmethod
     def from_json(text: str | bytes) -> Failure:
         """Parse the result of ``to_json``. Raises ``ValueError`` for anything else, which may come from the network."""
-        given = json.loads(text)
+        given = parse_object(text)
         kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
-        if not isinstance(given, dict) or set(given) != {field.name for field in fields(Failure)}:
+        if set(given) != {field.name for field in fields(Failure)}:
             raise ValueError("not the record of a failure")
         if not all(isinstance(given[field.name], kinds[str(field.type)]) for field in fields(Failure)):
             raise ValueError("not the record of a failure")
@@ -123,7 +124,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 def read_record(path: Path) -> dict[str, Any]:
     """Return the record that the rank wrote about its end (see rank_main.py); only the time if there is none."""
     try:
-        record = json.loads(path.read_text())
+        record = parse_object(path.read_bytes())
         return {
             "kind": str(record["kind"]),
             "message": str(record["message"]),

@@ -12,6 +12,7 @@ from typing import Any
 from echelon.base.config import build, strict
 from echelon.base.errors import UsageError
 from echelon.base.formatting import things
+from echelon.base.json_head import parse_object
 from echelon.plan.former_fields import rename_former_fields
 from echelon.plan.stage_trace import StageTrace
 from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LowMemory, LrScaling, Shard
@@ -172,7 +173,7 @@ class Plan:
         >>> plan = echelon.Plan.from_json(engine.plan.to_json())
         """
         try:
-            return build(cls, json.loads(text))
+            return build(cls, parse_object(text))
         except ValueError as error:  # UsageError is one
             raise UsageError(f"this is not a plan: {error}; write one with Plan.to_json()") from None
 

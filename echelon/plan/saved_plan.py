@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.base.config import build, require, strict
 from echelon.base.errors import UsageError
+from echelon.base.formatting import brief
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import PredictedMemory, Prediction
 from echelon.strategy.annotations.marks import Split
@@ -105,7 +106,7 @@ class SavedPlan:
             raise UsageError("it is not an Echelon plan; 'echelon plan --save' writes one")
         made_with = values.pop("version", None)
         if made_with != VERSION:
-            raise UsageError(f"it has version {made_with!r}, this echelon reads {VERSION}; save a new plan")
+            raise UsageError(f"it has version {brief(made_with)}, this echelon reads {VERSION}; save a new plan")
         return build(cls, values, "plan")
 
     def save(self, path: str | Path) -> None:

@@ -9,10 +9,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from echelon.base.errors import PeerLost, UsageError
+from echelon.base.json_head import parse_object
 from echelon.launcher.failure import Failure
 
 #: Causes of the end of a round: a rank failed, or stalled; a host was lost, joined, or leaves; all ranks have left.
 Cause = Literal["failed", "stuck", "lost", "joined", "leaving", "left"]
+
+#: Errors of a message that this program did not write; an infinite number overflows.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,11 @@ class JoinRequest:
     @staticmethod
     def from_json(text: bytes) -> JoinRequest:
         try:
-            given = json.loads(text)
+            given = parse_object(text)
             place = None if given["place"] is None else int(given["place"])
             host = RendezvousHost.read(given["host"])
             return JoinRequest(int(given["round"]), host, place, int(given["number"]), int(given["restarts"]))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except MALFORMED:
             raise foreign_message() from None
 
 
@@ -125,11 +129,11 @@ class RoundMembers:
     @staticmethod
     def from_json(text: bytes) -> RoundMembers:
         try:
-            given = json.loads(text)
+            given = parse_object(text)
             hosts = tuple(RendezvousHost.read(host) for host in given["hosts"])
             number, restarts = int(given["number"]), int(given["restarts"])
             return RoundMembers(hosts, number, restarts, str(given["refusal"]), bool(given["mistake"]))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except MALFORMED:
             raise foreign_message() from None
 
 
@@ -153,12 +157,12 @@ class RoundOutcome:
     @staticmethod
     def from_json(text: bytes) -> RoundOutcome:
         try:
-            given = json.loads(text)
+            given = parse_object(text)
             if given["cause"] not in get_args(Cause):
                 raise ValueError(given["cause"])
             failure = Failure.from_json(given["failure"])
             return RoundOutcome(failure, bool(given["again"]), given["cause"], bool(given["counted"]))
-        except (ValueError, KeyError, TypeError):
+        except MALFORMED:
             raise foreign_message() from None
 
 

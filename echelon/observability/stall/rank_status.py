@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from echelon.base.json_head import parse_object
 from echelon.distributed.activity import parse_ranks
 
 _LONGEST = 300  # most characters of one text, because it is printed on consoles
@@ -71,12 +72,12 @@ class RankStatus:
     def from_json(text: str | bytes) -> RankStatus:
         """Parse a report. Raises ``ValueError`` for text that ``to_json`` did not write."""
         try:
-            given = json.loads(text)
+            given = parse_object(text)
             wait = given.pop("wait")
             status = RankStatus(**given, wait=None if wait is None else RankWait(**wait))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError("not a rank's report") from error
-        if not _well_typed(status):
+        if not isinstance(status.counts, dict) or not isinstance(status.busy, dict) or not _well_typed(status):
             raise ValueError("not a rank's report")
         return status
 

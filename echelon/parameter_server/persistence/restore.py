@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.json_head import MalformedHeadError, parse_object
 from echelon.checkpoint.directory import sync_directory
 from echelon.checkpoint.os_errors import cannot_read, cannot_write
 from echelon.parameter_server.persistence.journal import replay
@@ -119,8 +120,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise cannot_read(path, error) from None
     if crc != f"{zlib.crc32(text.encode()):08x}":
         raise CheckpointError(f"{path} is damaged: it does not match its checksum; restore the file from a copy")
-    plain: dict[str, Any] = json.loads(text)
-    return plain
+    try:
+        return parse_object(text)
+    except MalformedHeadError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; restore the file from a copy") from None
 
 
 class RestorableShard(PersistableShard, Protocol):

@@ -145,11 +145,17 @@ class JobSpec:
 
 def job_from_json(plain: dict[str, Any]) -> JobSpec:
     """Return the description that a worker sent as JSON values, with the usual validation of its fields."""
+    tables = plain.get("tables", [])
+    return build(
+        JobSpec, {**plain, "tables": [_with_rule(table) for table in tables] if isinstance(tables, list) else tables}
+    )
+
+
+def _with_rule(table: Any) -> Any:
+    """Return the JSON values of a table with its update rule, which names its kind."""
+    rule = table.get("rule") if isinstance(table, dict) else None
     kinds = {type(rule).__name__: type(rule) for rule in NAMED.values()}
-    tables = []
-    for made in plain.get("tables", []):
-        settings = dict(made.get("rule", {}))
-        kind = kinds.get(str(settings.pop("kind", "")))
-        rule = build(kind, settings) if kind else settings
-        tables.append(build(TableSpec, {**made, "rule": rule}))
-    return build(JobSpec, {**plain, "tables": tuple(tables)})
+    kind = kinds.get(str(rule.get("kind"))) if isinstance(rule, dict) else None
+    if kind is None:
+        return table
+    return {**table, "rule": build(kind, {name: value for name, value in rule.items() if name != "kind"})}

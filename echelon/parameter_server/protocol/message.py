@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.base.errors import EchelonError
+from echelon.base.errors import EchelonError, one_line
 from echelon.base.json_head import parse_object
 
 #: Allowed dtypes of arrays.
@@ -67,7 +67,7 @@ def unpack(head: bytes, bodies: Sequence[Any]) -> WireMessage:
     except WireMessageError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise WireMessageError(f"a message cannot be read: {error}") from None
+        raise WireMessageError(f"a message cannot be read: {one_line(error)}") from None
 
 
 def _array(kind: str, shape: list[int], body: Any) -> NDArray[Any]:
