@@ -154,8 +154,10 @@ def job_from_json(plain: dict[str, Any]) -> JobSpec:
 def _with_rule(table: Any) -> Any:
     """Return the JSON values of a table with its update rule, which names its kind."""
     rule = table.get("rule") if isinstance(table, dict) else None
-    kinds = {type(rule).__name__: type(rule) for rule in NAMED.values()}
-    kind = kinds.get(str(rule.get("kind"))) if isinstance(rule, dict) else None
+    if not isinstance(rule, dict):
+        return table
+    kinds = {type(known).__name__: type(known) for known in NAMED.values()}
+    kind = kinds.get(str(rule.get("kind")))
     if kind is None:
         return table
     return {**table, "rule": build(kind, {name: value for name, value in rule.items() if name != "kind"})}
