@@ -8,13 +8,18 @@ PIP    := $(BIN)/pip install --no-compile --quiet --disable-pip-version-check
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: ready demo test test-gpu test-third-party test-lowest fuzz matrix lint docs bench lock audit sbom clean
+.PHONY: ready demo test soak test-gpu test-third-party test-lowest fuzz matrix lint docs bench lock audit sbom clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+# Simulated lives of parameter servers, from a seed on: SOAK="--seconds 3600 --first 100000".
+SOAK ?= --seconds 600 --first 1000
+soak: $(READY)
+	PYTHONPATH=tests/simulation:tests/parameter_server:. $(BIN)/python tests/simulation/soak.py $(SOAK)
 
 # Parity for models and data sets of other libraries; timm's tests run where timm can be imported.
 test-third-party: $(READY)

@@ -35,7 +35,7 @@ def line(tmp_path):
     neighbour.close()
 
 
-@pytest.mark.parametrize("lost", ["everything", "the journal", "the newest snapshot"])
+@pytest.mark.parametrize("lost", ["everything", "the journal", "the newest snapshot", "records"])
 def test_a_server_that_lost_its_files_asks_the_next_one(tmp_path, line, lost):
     shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
     for number in range(31):
@@ -48,6 +48,10 @@ def test_a_server_that_lost_its_files_asks_the_next_one(tmp_path, line, lost):
     elif lost == "the journal":
         for path in (tmp_path / "server-0").glob("journal-*"):
             path.unlink()
+    elif lost == "records":  # a power cut left zeros in their place
+        journal = max((tmp_path / "server-0").glob("journal-*"))
+        written = journal.read_bytes()
+        journal.write_bytes(written[:-4000] + bytes(4000))
     else:
         max((tmp_path / "server-0").glob("snapshot-*")).unlink()
     again = opened(JOB, directory=tmp_path / "server-0", mirror=line)

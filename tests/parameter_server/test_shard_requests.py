@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from shards import DIMS, SHAPES, VOCABULARY, Batch, Servers, Worker, carried, job, owners, started, sync_step
 
-from echelon.base.errors import EchelonError
+from echelon.base.errors import EchelonError, PeerLost
 from echelon.parameter_server.protocol.job_spec import DenseRule, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
 from echelon.parameter_server.table import BucketRows
+from echelon.parameter_server.worker.client import ParameterServerClient
 from echelon.strategy.sparse_update_rules import Adagrad, Adam
 
 NAN = float("nan")
@@ -176,7 +177,7 @@ def test_only_the_first_values_of_worker_0_count():
     np.testing.assert_array_equal(servers.shards[0].dense.values(), expected)
 
 
-def test_the_last_two_states_of_a_worker_are_kept():
+def test_the_last_three_states_of_a_worker_are_kept():
     servers, (worker,) = started(job(1, 1))
     for step in range(4):
         worker.pull(Batch(step, 3))
@@ -185,8 +186,24 @@ def test_the_last_two_states_of_a_worker_are_kept():
         servers.say(0, {**head, "has": [*head["has"], "blob"]}, *arrays, np.full(3, step, np.uint8))
         worker.seq += 1
     answer = servers.say(0, {"op": "blob", "worker": 0})
-    assert answer.head["steps"] == servers.say(0, {"op": "hello", "worker": 0}).head["saved"] == [2, 3]
-    assert [array.tolist() for array in answer.arrays] == [[2] * 3, [3] * 3]
+    assert answer.head["steps"] == servers.say(0, {"op": "hello", "worker": 0}).head["saved"] == [1, 2, 3]
+    assert [array.tolist() for array in answer.arrays] == [[1] * 3, [2] * 3, [3] * 3]
+
+
+@pytest.mark.parametrize(("seqs", "last"), [((4, 4), 4), ((4, 2), 2), ((1, -1), -1)])
+def test_a_worker_resumes_from_the_push_all_servers_have(seqs, last):
+    standing = [{"opened": True, "session": "test", "member": True, "seq": seq} for seq in seqs]
+    client = ParameterServerClient([None, None], job(2, 1), 0)
+    assert client.last_push(standing) == last
+    standing[1]["member"] = False
+    assert client.last_push(standing) is None
+
+
+def test_a_server_that_lost_its_state_is_named_to_a_worker():
+    standing = [{"opened": True, "session": "test", "member": True, "seq": 4}, {"opened": False}]
+    client = ParameterServerClient([None, None], job(2, 1), 0)
+    with pytest.raises(PeerLost, match="server 1 has lost its state: it has the pushes of worker 0 up to -1, server 0"):
+        client.last_push(standing)
 
 
 def test_a_serving_shard_answers_reads_only():

@@ -76,7 +76,19 @@ def _on_disk(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _changes_of_system() -> Iterator[Change]:
-    for name in ("open", "close", "write", "writev", "pwrite", "fsync", "ftruncate", "rename", "unlink", "mkdir", "rmdir"):
+    for name in (
+        "open",
+        "close",
+        "write",
+        "writev",
+        "pwrite",
+        "fsync",
+        "ftruncate",
+        "rename",
+        "unlink",
+        "mkdir",
+        "rmdir",
+    ):
         yield os, name, getattr(os, name), _on_disk(name, getattr(os, name))
     for name, same in (("fdatasync", "fsync"), ("replace", "rename"), ("remove", "unlink")):
         yield os, name, getattr(os, name), _on_disk(same, getattr(os, name))
@@ -114,7 +126,9 @@ def simulated_system(*more: Change) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alive(scheduler: Scheduler, disk: SimulatedDisk, *per_process: tuple[Any, str, Callable[[], Any]]) -> Iterator[None]:
+def alive(
+    scheduler: Scheduler, disk: SimulatedDisk, *per_process: tuple[Any, str, Callable[[], Any]]
+) -> Iterator[None]:
     """Make a life's scheduler and disk the present ones inside the context.
 
     per_process: globals of which each process has its own: module, name, function that makes the first value

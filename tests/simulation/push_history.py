@@ -1,8 +1,8 @@
 """The history of a job's pushes, and the laws that the servers' final state must obey. It knows no code of Echelon.
 
-Every push adds -12 / (workers of the step) to a row that no other push touches, one such row on each server, and to rows
-and dense entries that all pushes share. So the final rows alone tell how often each push counted, on which servers, and
-with how many workers: all numbers are whole, because 12 is divisible by 1 to 4.
+Every push adds -12 / (workers of the step) to a row that no other push touches, one such row on each server, and to
+rows and dense entries that all pushes share. So the final rows alone tell how often each push counted, on which
+servers, and with how many workers: all numbers are whole, because 12 is divisible by 1 to 4.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def find_violations(
         counted[push] = [-own_rows[server][ids[server]] / AMOUNT for server in range(history.servers)]
         found += _check_push(history, push, counted[push])
     if history.mode == "sync":
-        found += _check_steps(counted, history.servers, steps)
+        found += _check_steps(history, counted, steps)
     for server in range(history.servers):
         total = sum(np.float64(values[server]) for values in counted.values())
         for name, value in (("shared row", shared[server]), ("dense entries", dense[server])):
@@ -86,10 +86,10 @@ def _check_push(history: PushHistory, push: Push, counts: list[float]) -> list[s
     return found
 
 
-def _check_steps(counted: dict[Push, list[float]], servers: int, steps: int) -> list[str]:
+def _check_steps(history: PushHistory, counted: dict[Push, list[float]], steps: int) -> list[str]:
     """Check that each step has the same members on all servers, each with its share."""
     found = []
-    members: dict[int, list[set[Push]]] = defaultdict(lambda: [set() for _ in range(servers)])
+    members: dict[int, list[set[Push]]] = defaultdict(lambda: [set() for _ in range(history.servers)])
     for push, counts in counted.items():
         for server, count in enumerate(counts):
             if count:

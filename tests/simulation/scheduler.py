@@ -215,7 +215,11 @@ class Scheduler:
         for process in processes:
             for task in process.tasks:
                 found = traceback.extract_stack(frames[task.ident]) if task.ident in frames else []
-                calls = [f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in found if "tests/simulation" not in at.filename]
+                calls = [
+                    f"{Path(at.filename).name}:{at.lineno} {at.name}"
+                    for at in found
+                    if "tests/simulation" not in at.filename
+                ]
                 lines.append(f"{process}, {task.name}: {' > '.join(calls[-5:])}")
         return lines
 

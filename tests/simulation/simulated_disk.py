@@ -3,8 +3,8 @@
 Files lie in a real directory, one folder for each host. Calls of ``os`` and ``open`` that change them are counted for
 the calling process and may be made to fail: the process dies at the operation, with part of the bytes written, or the
 operation raises EIO or ENOSPC. For a power cut the disk knows, beside the present files, what is certain to survive:
-the bytes of each file at its last fsync, and the names of each directory at its last fsync. Everything later survives in
-part, as the random generator decides.
+the bytes of each file at its last fsync, and the names of each directory at its last fsync. Everything later survives
+in part, as the random generator decides.
 """
 
 from __future__ import annotations
@@ -223,7 +223,9 @@ class SimulatedDisk:
 
     # ---- faults ----
 
-    def _operation(self, kind: str, path: str, *, space: bool = False, partly: Callable[[], None] | None = None) -> None:
+    def _operation(
+        self, kind: str, path: str, *, space: bool = False, partly: Callable[[], None] | None = None
+    ) -> None:
         """Count an operation of the present process, and let its faults come true."""
         self._scheduler.pause()
         process = self._alive()

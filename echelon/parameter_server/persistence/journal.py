@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ def replay(directory: Path, first: int, after: int, only_first: bool = False) ->
             lsn = record.lsn
             if lsn > after:
                 yield record
+
+
+def sound_size(path: Path) -> int:
+    """Return the number of bytes of a segment up to its first torn or damaged record."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        offset, size = 0, os.fstat(handle).st_size
+        with suppress(TornRecord, CheckpointError):
+            while offset < size:
+                offset = read(handle, path, offset, size).end
+        return offset
+    finally:
+        os.close(handle)
 
 
 def _records(path: Path, last: bool) -> Iterator[MessageRecord]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from echelon.base.console import say
 from echelon.base.errors import CheckpointError, EchelonError, PeerLost, UsageError, nearest
+from echelon.checkpoint.os_errors import cannot_write
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, check, fill, save_part
 from echelon.parameter_server.persistence.file_record import encode
 from echelon.parameter_server.persistence.journal import JournalSegment, segments
@@ -77,7 +78,10 @@ class ShardPersistence:
 
         The result is True if a state was restored.
         """
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(cannot_write(self._directory, error)) from None
         self._owner.lock()
         try:
             return self._start()

@@ -26,7 +26,7 @@ from echelon.base.console import say
 from echelon.base.errors import CheckpointError, EchelonError, PeerLost, first_line
 from echelon.base.wait_notice import WaitNotice
 from echelon.checkpoint.os_errors import cannot_write
-from echelon.parameter_server.persistence.journal import segment_number, segment_path
+from echelon.parameter_server.persistence.journal import segment_number, segment_path, sound_size
 from echelon.parameter_server.persistence.restore import MANIFEST, Manifest, read_json
 from echelon.parameter_server.protocol.message import MAX_ARRAYS, WireMessage
 
@@ -181,7 +181,8 @@ class RemoteReplica:
     def _lost(self, there: dict[str, int]) -> list[str]:
         """Return the files that this server needs from the neighbor.
 
-        Without a manifest of its own it needs all of them; else those that the manifest needs and the disk lacks.
+        Without a manifest of its own it needs all of them; else those that the manifest needs and the disk lacks. After
+        a power cut a segment may have its length, but zeros in place of its last records.
         """
         own = Manifest.read(self._directory)
         if own is None:
@@ -191,8 +192,10 @@ class RemoteReplica:
         for name, size in there.items():
             path = self._directory / name
             later = (segment := segment_number(name)) is not None and segment >= own.segment
-            if (later or name in needed) and (not path.exists() or path.stat().st_size < size):
-                lost.append(name)
+            if later or name in needed:
+                present = 0 if not path.exists() else sound_size(path) if later else path.stat().st_size
+                if not path.exists() or present < size:
+                    lost.append(name)
         return lost
 
     def _fetch(self, name: str, size: int) -> None:

@@ -16,6 +16,9 @@ Mode = Literal["sync", "async", "bounded", "geo"]
 
 #: Virtual buckets of every table: the units that move between servers when the number of servers changes.
 BUCKETS = 1024
+#: Number of a worker's own states (blobs) that are kept. In async mode a worker sends a push before its last one is
+#: answered, so the servers may be two pushes apart when it is killed, and it resumes from the earliest.
+BLOBS = 3
 
 
 @strict

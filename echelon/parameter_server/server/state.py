@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError, MismatchError, PeerLost
 from echelon.base.heartbeat_monitor import HeartbeatMonitor
-from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.protocol.job_spec import BLOBS, JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import ShardRequestSchema, read_push
 from echelon.parameter_server.server.dense import DenseShard
@@ -26,9 +26,6 @@ from echelon.parameter_server.server.store import ServerStore
 from echelon.parameter_server.table import Table
 
 log = logging.getLogger("echelon.parameter_server")
-
-#: Number of a worker's own states (blobs) that are kept: the last two.
-BLOBS = 2
 
 
 class PersistenceProtocol(Protocol):

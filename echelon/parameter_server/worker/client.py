@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import PeerLost
 from echelon.distributed.activity import activity
-from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
+from echelon.parameter_server.protocol.job_spec import BLOBS, JobSpec, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.occupancy import Occupancy
 from echelon.parameter_server.table import partition
@@ -178,6 +178,25 @@ class ParameterServerClient:
     def hello(self) -> list[dict[str, Any]]:
         """Return what each server knows about this worker."""
         return [a.head for a in self._all({"op": "hello", "session": self.job.session})]
+
+    def last_push(self, standing: Sequence[dict[str, Any]]) -> int | None:
+        """Return this worker's last push that all servers have, -1 if there is none; None if the worker must join.
+
+        Raises ``PeerLost`` if a server has lost its state while others have theirs.
+
+        standing: the servers' answers to ``hello``
+        """
+        known = [s.get("opened") and s.get("session") == self.job.session for s in standing]
+        seqs = [int(s["seq"]) if of_job else -1 for s, of_job in zip(standing, known, strict=True)]
+        least, most = min(seqs), max(seqs)
+        if most - least >= BLOBS:  # a server may lack the last pushes, but no more than may be under way at once
+            raise PeerLost(
+                f"server {seqs.index(least)} has lost its state: it has the pushes of worker {self.worker} up to "
+                f"{least}, server {seqs.index(most)} up to {most}; start a new job from the last checkpoint"
+            )
+        if all(known) and not all(s["member"] for s in standing):
+            return None
+        return least
 
     def open(self) -> None:
         """Send the job description to all servers."""

@@ -52,9 +52,10 @@ class ServerConnections:
         """
         session = self._job.session
         known = call(WireMessage({"op": "hello", "worker": -1, "session": session})).head
-        if known.get("opened") and known.get("session") == session:
+        is_open = known.get("opened") and known.get("session") == session
+        if is_open and (known.get("begun") or not self.links[index].holds_state):
             return
-        if self.links[index].holds_state:
+        if self.links[index].holds_state:  # another worker may have opened the job there again
             raise PeerLost(
                 f"server {index} came back without its state (its journal is off or lost); start the job again: it "
                 "goes on from the last checkpoint. ParameterServer(journal=True), or replica=True for lost hosts, "

@@ -118,8 +118,8 @@ class ParameterServerSession:
             self._hooks = attach(self._model, self.catch_up)
         try:
             with self._contact.wait_told():
+                self.client.open()  # a server may find its earlier state only when it knows the session
                 self._standing = self.client.hello()
-                self.client.open()
         except BaseException:
             self.close(done=False)  # the job was not opened, so there is none to leave
             raise
@@ -137,12 +137,11 @@ class ParameterServerSession:
     def resumed(self) -> bytes | None:
         """State that this worker stored on the servers before it was restarted; None if this is its first start."""
         assert self.client is not None
-        matching = [s for s in self._standing if s.get("opened") and s.get("session") == self.client.job.session]
-        if not self.dense or len(matching) < len(self._standing):
+        if not self.dense:
             return None
-        if not all(s["member"] for s in matching):
+        seq = self.client.last_push(self._standing)
+        if seq is None:
             return self._join()
-        seq = min(int(s["seq"]) for s in matching)
         if seq < 0:
             return None
         blobs = self._blobs()
