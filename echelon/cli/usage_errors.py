@@ -50,8 +50,12 @@ def explain(error: Any) -> str:
 
 
 def _usage(ctx: Any) -> str:
-    """Return ``usage: echelon run [OPTIONS] SCRIPT [ARGS]...``, without the braces that newer versions of typer add."""
-    return re.sub(r"\{(\w+)\}", r"\1", _uncapped(" ".join(ctx.get_usage().split())))
+    """Return ``usage: echelon run [OPTIONS] SCRIPT [ARGS]...``, alike for all versions of typer.
+
+    Newer ones add braces, and some leave out the dots.
+    """
+    usage = re.sub(r"\{(\w+)\}", r"\1", _uncapped(" ".join(ctx.get_usage().split())))
+    return re.sub(r"\[ARGS\](?!\.)", "[ARGS]...", usage)
 
 
 def nearest_option(name: str, known: Collection[str]) -> str:
