@@ -56,7 +56,7 @@ test-lowest: $(BIN)/uv
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLD)
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python -r build/lowest-dev.txt
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps -e .
-	$(OLD)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(WORDS)
+	$(OLD)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -W ignore::DeprecationWarning $(WORDS)
 
 # Known vulnerabilities of the locked versions. It asks PyPI, and fails where PyPI does not answer for one of them.
 audit: $(BIN)/uv
