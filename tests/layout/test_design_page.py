@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 import pytest
@@ -24,8 +23,8 @@ def test_design_page_names_files_that_exist(path: str) -> None:
 
 def test_design_page_names_classes_that_exist() -> None:
     way = PAGE[PAGE.index("**The way of a batch**") : PAGE.index("## Decisions")]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
-    classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    classes = {name for source in sources for name in re.findall(r"^ *class (\w+)", source, re.MULTILINE)}
     named = {name.partition(".")[0] for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", way)}
     assert len(named) >= 7
     assert named <= classes
