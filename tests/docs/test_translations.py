@@ -29,7 +29,7 @@ def pages() -> list[Path]:
     return sorted(CHINESE.glob("*.md"))
 
 
-def test_readme_quickstart_and_migration_pages_have_a_translation() -> None:
+def test_pages_of_newcomers_have_a_translation() -> None:
     wanted = {"index", "quickstart", "from_fleet", "from_fluid", "from_tensorflow", "from_whale"}
     assert {page.stem for page in pages()} >= wanted
 
@@ -47,7 +47,7 @@ def test_translation_is_of_the_present_english_page(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
-def test_translation_has_the_code_and_outputs_of_the_english_page(page: Path) -> None:
+def test_translation_has_the_code_and_outputs_of_the_original(page: Path) -> None:
     """Code blocks, commands and what they print are the same in both languages."""
     translated, english = page.read_text("utf-8"), read_english(page)
     assert FENCED.findall(translated) == FENCED.findall(english)
