@@ -27,7 +27,7 @@ import numpy as np
 from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.parameter_server.protocol.job_spec import DenseBlock, DenseRule, JobSpec, PersistenceSettings, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.server_port import ServerPort
 from echelon.strategy.sparse_update_rules import Adagrad
 
 ENDPOINT = "127.0.0.1:18765"
@@ -70,7 +70,7 @@ def answer_only(options: argparse.Namespace) -> None:
     def handle(frame: WireMessage, gone: Callable[[], bool]) -> WireMessage:
         return WireMessage({"ok": True, "version": 0}, [rows] if frame.head["op"] == "pull" else [])
 
-    server = FlightServer(ENDPOINT, handle)
+    server = ServerPort(ENDPOINT, handle)
     while server:
         time.sleep(60)
 

@@ -7,8 +7,6 @@ other hosts connect through the ``AuthTunnel`` of their own launcher, which know
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import resource
 import socket
 import threading
 import weakref
@@ -20,7 +18,7 @@ from echelon.base import network, tls
 from echelon.base.environment import LOOPBACK, PS_CA, PS_CERT, TOKEN
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.job_secret import PATIENCE, HandshakeError, calleds_proof, callers_proof
-from echelon.base.proxy_loop import ProxyConnection, ProxyListener, is_ours, join, stay_alert, wait_for
+from echelon.base.proxy_loop import ProxyConnection, ProxyListener, is_ours, join, wait_for
 
 #: Limit of unauthenticated connections. The proof takes one round trip; hundreds of ranks connect at once.
 STRANGERS = 256
@@ -69,11 +67,11 @@ class AuthProxy:
     def __init__(self, listener: socket.socket, behind: int, token: bytes) -> None:
         self._behind, self._token = behind, token
         self._tls, self._channel = tls.server_tls_context(), tls.own_certificate_fingerprint()
-        _want_descriptors()
+        network.raise_descriptor_limit()
         self.door = ProxyListener(listener, self._receive, at_most=STRANGERS)
 
     async def _receive(self, caller: socket.socket) -> None:
-        stay_alert(caller)
+        network.stay_alert(caller)
         async with asyncio.timeout(PATIENCE):
             far = await ProxyConnection.accepted(caller, self._tls)
         try:
@@ -128,15 +126,6 @@ def _close_idle_tunnels() -> None:
     """Close the tunnels that no rank uses any more: every rendezvous round has its own store."""
     for target in [target for target, tunnel in _tunnels.items() if tunnel.door.idle]:
         _tunnels.pop(target).door.close()
-
-
-def _want_descriptors() -> None:
-    """Raise the limit of file descriptors: each remote rank takes three, so the usual 1024 serve only a few hundred."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft < enough:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 async def _call(address: str, port: int, token: bytes) -> ProxyConnection:

@@ -1,7 +1,8 @@
 """The secret of a job on several hosts: reads it, and proves it at both ends of a connection.
 
 Each end sends a random challenge and answers the other's with an HMAC over both, so the secret itself is never sent
-and a recorded answer is useless for another connection.
+and a recorded answer is useless for another connection. The calling side proves first: a stranger who calls gets
+nothing to try guesses of the secret on.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from pathlib import Path
 from echelon.base.environment import TOKEN, TOKEN_FILE
 from echelon.base.errors import UsageError
 
-GREETING = b"echelon1"
+GREETING = b"echelon2"
 _CHALLENGE = 32
+#: Answer to a wrong proof.
+REFUSED = bytes(32)
+#: Fewest characters of a secret: a shorter one can be guessed from a recorded proof.
+SHORTEST = 16
 #: Seconds within which a connection must be authenticated
 PATIENCE = 10.0
 
@@ -27,9 +32,9 @@ PATIENCE = 10.0
 class HandshakeError(Exception):
     """The other end of a connection does not know the secret, or does not speak this protocol."""
 
-    def __init__(self, line: str, knows_our_language: bool = False) -> None:
+    def __init__(self, line: str, knows_our_language: bool = False, heard: bytes = b"") -> None:
         super().__init__(line)
-        self.knows_our_language = knows_our_language
+        self.knows_our_language, self.heard = knows_our_language, heard
 
 
 def find_token(env: Mapping[str, str] | None = None) -> bytes | None:
@@ -42,7 +47,17 @@ def find_token(env: Mapping[str, str] | None = None) -> bytes | None:
         return None
     if not text.isascii() or not text.isprintable():  # parameter servers send it in a header
         raise UsageError(f"{origin} must be printable ASCII without line breaks; set another secret")
+    refuse_short(text, origin)
     return text.encode()
+
+
+def refuse_short(secret: str, origin: str) -> None:
+    """Raise ``UsageError`` for a secret that can be guessed."""
+    if len(secret) < SHORTEST:
+        raise UsageError(
+            f"{origin} has {len(secret)} characters and could be guessed; set one of {SHORTEST} or more, for example "
+            "by $(openssl rand -hex 32)"
+        )
 
 
 def _read(path: str) -> str:
@@ -65,22 +80,27 @@ def callers_proof(token: bytes, channel: bytes = b"") -> Proof:
     channel:  fingerprint of the TLS certificate, equal at both ends, which binds the proof to this connection
     """
     own = secrets.token_bytes(_CHALLENGE)
-    theirs = yield GREETING + own, _CHALLENGE
-    answer = yield b"", _CHALLENGE
+    greeting = yield GREETING + own, len(GREETING)
+    if greeting != GREETING:
+        raise HandshakeError("it answers in another protocol", heard=greeting)
+    theirs = yield b"", _CHALLENGE
+    answer = yield _answer(token, b"caller", own, theirs, channel), _CHALLENGE
     if not hmac.compare_digest(answer, _answer(token, b"called", own, theirs, channel)):
         raise HandshakeError("it does not know the job's secret", knows_our_language=True)
-    yield _answer(token, b"caller", own, theirs, channel), 0
 
 
 def calleds_proof(token: bytes, channel: bytes = b"") -> Proof:
+    """Yield the handshake of the called side, which answers only after the caller's proof."""
     greeting = yield b"", len(GREETING)
     if greeting != GREETING:
-        raise HandshakeError("it is not part of an Echelon job")
+        raise HandshakeError("it is not part of an Echelon job", heard=greeting)
     theirs = yield b"", _CHALLENGE
     own = secrets.token_bytes(_CHALLENGE)
-    answer = yield own + _answer(token, b"called", theirs, own, channel), _CHALLENGE
+    answer = yield GREETING + own, _CHALLENGE
     if not hmac.compare_digest(answer, _answer(token, b"caller", theirs, own, channel)):
+        yield REFUSED, 0
         raise HandshakeError("it does not know the job's secret", knows_our_language=True)
+    yield _answer(token, b"called", theirs, own, channel), 0
 
 
 def prove(connection: socket.socket, token: bytes) -> None:

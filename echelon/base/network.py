@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import ipaddress
 import random
+import resource
 import socket
 import struct
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from echelon.base.errors import EchelonError, UsageError
 
 #: Ports for later use: below the kernel's ephemeral ports, and apart from the ports of ``port_for``.
 LATER = range(15000, 20000)
+
+#: Seconds of silence, then the interval and number of probes: a broken connection is detected after 25 s.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCETHTOOL = 0x8915, 0x8913, 0x8921, 0x8946
 _IFF_UP = 0x1
@@ -158,6 +162,23 @@ def listen(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def stay_alert(connection: socket.socket) -> None:
+    """Enable keepalive probes: a host that vanished does not close its connections."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the limit of file descriptors: each remote rank takes three, so the usual 1024 serve only a few hundred."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < enough:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def answers(address: str, port: int, timeout: float) -> bool:

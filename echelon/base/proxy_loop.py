@@ -13,11 +13,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from echelon.base.job_secret import PATIENCE, HandshakeError, Proof
+from echelon.base.network import stay_alert
 
 #: Bytes of a connection that are buffered before it is authenticated: enough for the proof.
 KEPT = 1024
-#: Seconds of silence, then the interval and number of probes: a broken connection is detected after 25 s.
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 T = TypeVar("T")
 
@@ -132,14 +131,6 @@ class ProxyConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         if self._sink is not None:
             self._sink.transport.resume_reading()
-
-
-def stay_alert(connection: socket.socket) -> None:
-    """Enable keepalive probes: a host that vanished does not close its connections."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def join(one: ProxyConnection, other: ProxyConnection) -> None:

@@ -4,8 +4,7 @@ One set of settings serves both ends. A server presents ``certificate`` and, wit
 clients whose certificates that authority has signed. A client with ``authority`` uses TLS and trusts only servers whose
 certificates that authority has signed; it presents its own ``certificate`` if it has one.
 
-A token protects the data. It does not prevent strangers from making gRPC receive a large message before the token is
-checked; on a network where that matters use client certificates, which are checked before any message.
+The token is proven, never sent: see ``job_secret``.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from echelon.base.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY, PS_TOKEN, PS_TOKEN_FILE
 from echelon.base.errors import UsageError
-from echelon.base.job_secret import find_token
-
-#: The HTTP header that carries the token.
-HEADER, SCHEME = "authorization", "Bearer "
+from echelon.base.job_secret import find_token, refuse_short
 
 
 @dataclass(frozen=True)
@@ -54,21 +49,18 @@ class Security:
         token = token or env.get(PS_TOKEN) or None
         if token is None and env.get(PS_TOKEN_FILE):
             token = _read(Path(env[PS_TOKEN_FILE])).decode("utf-8", "replace").strip()
+        if token is not None:
+            refuse_short(token, PS_TOKEN)
         if token is None and (of_job := find_token(env)) is not None:
-            # Without TLS the token can be overheard, so it must not reveal the job's secret.
+            # A process that only serves rows needs no access to the launchers.
             token = hmac.new(of_job, b"parameter servers", "sha256").hexdigest()
         names = (PS_CERT, PS_KEY, PS_CA, PS_CLIENT_CA)
         return cls(token, *(Path(env[name]) if env.get(name) else None for name in names))
 
-    def admits(self, headers: Mapping[str, list[str | bytes]]) -> bool:
-        """Return True if a call with these headers carries the token. A wrong token always takes the same time."""
-        if self.token is None:
-            return True
-        shown = [value for name, values in headers.items() if name.lower() == HEADER for value in values]
-        first = shown[0] if shown else ""
-        return hmac.compare_digest(
-            first if isinstance(first, bytes) else first.encode("utf-8", "replace"), (SCHEME + self.token).encode()
-        )
+    @property
+    def proof_key(self) -> bytes:
+        """The key of the proof at the start of a connection; empty without a token, which only loopback allows."""
+        return (self.token or "").encode()
 
     def check_bind(self, host: str) -> None:
         """Raise if the server would listen on a network address without a token or client certificates."""
@@ -78,34 +70,6 @@ class Security:
             f"a server on {host} can be reached from other hosts without authentication; "
             f"set {PS_TOKEN} everywhere, or {PS_CERT}, {PS_KEY} and {PS_CLIENT_CA}, or listen on 127.0.0.1"
         )
-
-    def server_location(self, host: str, port: int) -> str:
-        return f"grpc+{'tls' if self.certificate else 'tcp'}://{host}:{port}"
-
-    def server_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of a Flight server."""
-        if self.certificate is None or self.key is None:
-            return {}
-        options: dict[str, Any] = {"tls_certificates": [(_read(self.certificate), _read(self.key))]}
-        if self.client_authority is not None:
-            options |= {"verify_client": True, "root_certificates": _read(self.client_authority)}
-        return options
-
-    def client_location(self, endpoint: str) -> str:
-        return f"grpc+{'tls' if self.authority else 'tcp'}://{endpoint}"
-
-    def client_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of a Flight client."""
-        if self.authority is None:
-            return {}
-        options: dict[str, Any] = {"tls_root_certs": _read(self.authority)}
-        if self.certificate is not None and self.key is not None:
-            options |= {"cert_chain": _read(self.certificate), "private_key": _read(self.key)}
-        return options
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that a client sends with every call."""
-        return [(HEADER.encode(), (SCHEME + self.token).encode())] if self.token is not None else []
 
 
 #: No token, no TLS: for one host.

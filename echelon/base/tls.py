@@ -1,7 +1,7 @@
-"""TLS between launchers, with the files that parameter servers use: ECHELON_PS_CERT, _KEY, _CA and _CLIENT_CA.
+"""TLS between launchers, and to parameter servers, with one set of files: ECHELON_PS_CERT, _KEY, _CA and _CLIENT_CA.
 
-Names in certificates are not checked. Instead the proof of the secret covers the fingerprint of the presented
-certificate, so that a man in the middle cannot relay one host's proof to another.
+Between launchers names in certificates are not checked. Instead the proof of the secret covers the fingerprint of the
+presented certificate, so that a man in the middle cannot relay one host's proof to another.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from echelon.base.errors import UsageError
 from echelon.base.security import Security
 
 
-def server_tls_context() -> ssl.SSLContext | None:
-    """Return the TLS context of an ``AuthProxy``; ``None``: no TLS."""
-    files = Security.from_environment()
+def server_tls_context(files: Security | None = None) -> ssl.SSLContext | None:
+    """Return the TLS context of an ``AuthProxy`` or a parameter server; ``None``: no TLS.
+
+    files:  the credentials; default: those of the environment
+    """
+    files = files or Security.from_environment()
     if files.certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -27,22 +30,25 @@ def server_tls_context() -> ssl.SSLContext | None:
     return context
 
 
-def client_tls_context() -> ssl.SSLContext | None:
-    """Return the TLS context of an ``AuthTunnel``; ``None``: no TLS."""
-    files = Security.from_environment()
+def client_tls_context(files: Security | None = None, *, check_names: bool = False) -> ssl.SSLContext | None:
+    """Return the TLS context of an ``AuthTunnel`` or of a client of parameter servers; ``None``: no TLS.
+
+    check_names:  the certificate must be of the called host, as for parameter servers; default False
+    """
+    files = files or Security.from_environment()
     if files.authority is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
+    context.check_hostname = check_names
     _trust(context, files.authority)
     if files.certificate is not None:
         _load(context, files)
     return context
 
 
-def own_certificate_fingerprint() -> bytes:
-    """Return the fingerprint of the certificate that this process's ``AuthProxy`` presents; empty without TLS."""
-    path = Security.from_environment().certificate
+def own_certificate_fingerprint(files: Security | None = None) -> bytes:
+    """Return the fingerprint of the certificate that this process presents when it is called; empty without TLS."""
+    path = (files or Security.from_environment()).certificate
     if path is None:
         return b""
     first, end, _ = path.read_text().partition(ssl.PEM_FOOTER)

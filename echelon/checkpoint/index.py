@@ -22,7 +22,7 @@ from echelon.base.formatting import brief
 from echelon.base.json_head import MalformedHeadError, parse_object
 from echelon.checkpoint import dtypes, tensorfile
 from echelon.checkpoint.directory import INDEX
-from echelon.checkpoint.os_errors import cannot_read
+from echelon.checkpoint.os_errors import cannot_read, open_regular
 from echelon.checkpoint.tensorfile import FileRecord, TensorByteSpan
 from echelon.distributed.tensor_region import TensorRegion
 
@@ -94,7 +94,8 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
     """Read and verify the index of the checkpoint in that directory."""
     path = checkpoint / INDEX
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise cannot_read(path, error) from None
     content = _unseal(path, data)

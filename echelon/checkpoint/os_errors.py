@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from echelon.base.errors import CheckpointError, Damaged
 
@@ -29,6 +32,24 @@ def cannot_read(path: Path, error: OSError) -> CheckpointError:
     lost = error.errno in (errno.ENOENT, errno.EIO)
     advice = "the checkpoint is incomplete, use another one" if lost else "check the path"
     return (Damaged if lost else CheckpointError)(f"cannot read {path}: {error.strerror or error}; {advice}")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint for reading. Raises ``CheckpointError`` for a link or a pipe in its place."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_regular(path, "a symbolic link") from None
+        raise cannot_read(path, error) from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _not_regular(path, "no regular file")
+    return os.fdopen(handle, "rb")
+
+
+def _not_regular(path: Path, kind: str) -> CheckpointError:
+    return CheckpointError(f"{path} is {kind}, which a checkpoint does not contain; copy the file itself there")
 
 
 def _remedy(error: OSError) -> str:

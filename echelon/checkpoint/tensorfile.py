@@ -22,7 +22,7 @@ import numpy
 
 from echelon.base.errors import Damaged
 from echelon.base.json_head import write_head
-from echelon.checkpoint.os_errors import cannot_read
+from echelon.checkpoint.os_errors import cannot_read, open_regular
 
 _BLOCK = 64 << 20  # bytes checksummed and then written while still in a cache, with the GIL released
 
@@ -90,7 +90,7 @@ def write_whole(path: Path, data: bytes) -> None:
 def open_tensor_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading; OS errors become ``CheckpointError``."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise cannot_read(path, error) from None

@@ -1,6 +1,7 @@
 """A checkpoint that is not what was written, or cannot be written, is one line: never a wrong value or a hang."""
 
 import json
+import os
 import random
 import resource
 import shutil
@@ -53,6 +54,20 @@ def load_everything(path):
     stored = Stored(path)
     for name in stored.names():
         stored.read(name)
+
+
+@pytest.mark.parametrize("file", ["index.json", "rank-0.safetensors"])
+def test_link_or_pipe_in_place_of_a_file_is_refused(copy, tmp_path, file):
+    """Neither is a file outside the checkpoint read, nor does a pipe block the reader."""
+    outside = tmp_path / "outside"
+    (copy / file).rename(outside)
+    (copy / file).symlink_to(outside)
+    with pytest.raises(CheckpointError, match=f"{file} is a symbolic link, which a checkpoint does not contain"):
+        load_everything(copy)
+    (copy / file).unlink()
+    os.mkfifo(copy / file)
+    with pytest.raises(CheckpointError, match=f"{file} is no regular file, which a checkpoint does not contain"):
+        load_everything(copy)
 
 
 @pytest.mark.parametrize("file", ["index.json", "rank-0.safetensors", "rank-1.safetensors"])

@@ -176,6 +176,21 @@ def test_another_number_of_ranks_goes_on_with_the_same_numbers(memories: Any) ->
         torch.testing.assert_close(resumed[0][name]["state"], undisturbed[0][name]["state"], rtol=1e-5, atol=1e-5)
 
 
+def test_silent_strangers_keep_no_rank_out(memories: Any) -> None:
+    memory = memories()
+    host, port = memory.server.address.rsplit(":", 1)
+    crowd = [socket.create_connection((host, int(port))) for _ in range(300)]
+    own = SnapshotClient(memory.server.address, TOKEN)
+    assert own.ask("list") == {"copies": []}
+    own.close()
+    for stranger in crowd[:40]:  # the oldest have gone
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    for stranger in crowd:
+        stranger.close()
+
+
 def dies(case: Case, said: list[dict[str, str]], steps: int, die: dict[int, int]) -> dict[str, Any]:
     """Train; a rank that is named in ``die`` is gone after that step."""
     rank = int(os.environ["RANK"])

@@ -34,7 +34,7 @@ def test_the_wrong_interface_is_named_in_words_and_nothing_hangs(tmp_path):
     """An interface of host 2 has an address that host 1 cannot reach, as with docker0."""
     words = ["doctor", "--procs", "1", "--nnodes", "2", "--master", f"10.77.0.1:{free_port()}", "--quick"]
     words += ["--save", "found.json", "--checkpoint", "kept"]
-    common = _clean_environment() | {"ECHELON_TOKEN": "of the test", "CUDA_VISIBLE_DEVICES": ""}
+    common = _clean_environment() | {"ECHELON_TOKEN": "of the test alone", "CUDA_VISIBLE_DEVICES": ""}
     common["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch resolves names of addresses, and no server answers there
     docker = "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 && ip link set docker0 up"
     command = [sys.executable, "-m", "echelon", *words]

@@ -55,7 +55,8 @@ def test_watch_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     process = start("watch", "log", "--port", "0", cwd=tmp_path)
     said = process.stdout.readline()
     assert said.startswith("echelon: watching 'log' at http://127.0.0.1:")
-    with urllib.request.urlopen(said.split()[4], timeout=30) as answer:
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with browser.open(said.split()[4], timeout=30) as answer:
         assert b"train gpt.py" in answer.read()
     process.send_signal(signal.SIGINT)
     ended = finish(process)

@@ -61,7 +61,7 @@ def test_job_on_two_hosts_gets_its_setting_and_shows_no_secret(tmp_path, hosts):
         "def secret_seen():\n"
         "    for path in Path('/proc').glob('[0-9]*/cmdline'):\n"
         "        with contextlib.suppress(OSError):\n"  # one that has ended since
-        "            if b'not-for-ps' in path.read_bytes(): return True\n"
+        "            if b'not-for-ps-at-all' in path.read_bytes(): return True\n"
         "    return False\n"
         "found = [mine.item(), sys.argv[1:], os.getcwd(), os.environ['SEEN'], os.environ['NCCL_DEBUG'],\n"
         "         secret_seen(), echelon.node_rank()]\n"
@@ -69,7 +69,7 @@ def test_job_on_two_hosts_gets_its_setting_and_shows_no_secret(tmp_path, hosts):
         "print('rank', echelon.rank())\n",
     )
     words = ["--hosts", "alpha:1,beta:1", "--ssh", hosts.ssh, "--env", "SEEN=yes", "--join-timeout", 50, "where.py"]
-    secret = {"ECHELON_TOKEN": "not-for-ps", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": ""}
+    secret = {"ECHELON_TOKEN": "not-for-ps-at-all", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": ""}
     end = finish(start("run", *words, NASTY, "--lr", "0.1", cwd=tmp_path, **secret))
     assert end.code == 0, end
     for rank in range(2):

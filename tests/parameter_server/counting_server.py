@@ -17,7 +17,7 @@ from harness import context, free_port
 
 from echelon.base.security import OPEN, Security
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.server_port import ServerPort
 
 DIM = 16
 
@@ -75,7 +75,7 @@ def free_endpoint() -> str:
 
 
 def _serve(endpoint: str, file: Path | None, security: Security, ready: Any) -> None:
-    server = FlightServer(endpoint, Counting(file).handle, security)
+    server = ServerPort(endpoint, Counting(file).handle, security)
     ready.send(server.endpoint)
     signal.pause()
 

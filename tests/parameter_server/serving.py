@@ -34,7 +34,7 @@ def part(train: Callable[..., Any], told: dict[str, Any], args: Any, kwargs: Any
         "PADDLE_PSERVERS_IP_PORT_LIST": told["endpoints"],
         "MASTER_PORT": str(told["meeting"]),
         "ECHELON_PS_STATE": told["state"],
-        "ECHELON_PS_TOKEN": "between-us",
+        "ECHELON_PS_TOKEN": "between-us-alone",
     }
     import echelon
 

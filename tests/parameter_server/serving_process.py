@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ def _main(argv: list[str], env: dict[str, str], log: Path) -> None:
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if most := int(env.pop("DESCRIPTORS", 0)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.environ.update(env)
     sys.exit(main(argv))
 

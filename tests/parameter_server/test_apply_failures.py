@@ -39,7 +39,7 @@ def _failing(command: list[str], log: Path, method: str | None, kind: type[BaseE
 
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)
-    os.environ["ECHELON_PS_TOKEN"] = "between-us"
+    os.environ["ECHELON_PS_TOKEN"] = "between-us-alone"
     if method is not None:
         fail_at_third(method, kind)
     sys.exit(main(command))
@@ -65,7 +65,7 @@ def work(endpoint: str, mode: str, spoils: bool) -> int:
     os.environ |= {
         "PADDLE_PSERVERS_IP_PORT_LIST": endpoint,
         "MASTER_PORT": str(free_port()),
-        "ECHELON_PS_TOKEN": "between-us",
+        "ECHELON_PS_TOKEN": "between-us-alone",
         "TRAINING_ROLE": "TRAINER",
         "PADDLE_TRAINER_ID": worker,
         "PADDLE_TRAINERS_NUM": "2",

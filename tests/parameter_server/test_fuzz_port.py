@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from counting_server import Counting, free_endpoint, rows_of
 from harness import LIMIT
-from pyarrow import flight
-from raw_grpc import ACTION, DATA, EXCHANGE, PREFACE, Caller, arrow_parts, flight_data, frame, message
 from serving_process import ServerProcess
 from test_net_serve import DIM, IDS, argv, job_of, open_job, pull, push
 
 from echelon.base.errors import EchelonError
+from echelon.base.job_secret import GREETING, callers_proof
 from echelon.base.security import Security
-from echelon.parameter_server.protocol.arrow_wire import SCHEMA, to_batch
+from echelon.parameter_server.protocol.byte_stream import ByteStream
 from echelon.parameter_server.protocol.channel import ServerChannel
-from echelon.parameter_server.protocol.connection import FlightConnection
-from echelon.parameter_server.protocol.message import MAX_ARRAYS, WireMessage
-from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.protocol.message import MAX_ARRAYS, MAX_BYTES, MAX_HEAD, WireMessage
+from echelon.parameter_server.protocol.message_wire import PackedMessage, receive
+from echelon.parameter_server.server.server_port import ServerPort
 
-TOKEN = "the right one"
+TOKEN = "the right one, of a job"
 SAFE = Security(token=TOKEN)
 ALLOWED = 96 << 20  #: bytes that a server may grow by while it is abused
-BLOB = pa.large_binary()
+SIZES = struct.Struct(f"<II{MAX_ARRAYS}Q")
 
 
 class Target:
     """A real server with a token, and a worker that knows what it must answer."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **env: str) -> None:
         self.endpoint = free_endpoint()
-        self.process = ServerProcess(argv([self.endpoint], 0), directory / "log", ECHELON_PS_TOKEN=TOKEN)
+        command = argv([self.endpoint], 0, directory / "state")
+        self.process = ServerProcess(command, directory / "log", ECHELON_PS_TOKEN=TOKEN, **env)
         link = self.link()
         open_job(link, job_of(1))
         first = pull(link, IDS).copy()
@@ -79,169 +78,91 @@ def hurl(target: Target, data: bytes) -> None:
         stranger.sendall(data)
 
 
-def refused(do: Callable[[], object]) -> str:
-    """Return Flight's error for a forbidden call."""
-    with pytest.raises((flight.FlightError, pa.ArrowException)) as caught:
-        do()
-    return str(caught.value)
+def drain(caller: socket.socket, seconds: float = 60.0) -> bytes:
+    """Read until the server hangs up."""
+    caller.settimeout(seconds)
+    heard = b""
+    with contextlib.suppress(OSError):
+        while piece := caller.recv(65536):
+            heard += piece
+    return heard
+
+
+def member(target: Target) -> ByteStream:
+    """A connection that has proven the token."""
+    stream = ByteStream(connect(target))
+    stream.limit(60)
+    stream.converse(callers_proof(TOKEN.encode()))
+    assert receive(stream).unpacked().head == {"ok": True}
+    return stream
+
+
+def good_message() -> bytes:
+    head = {"op": "pull", "worker": 0, "step": 0, "tables": {"t": 3}, "dense": False, "commit": None, "peek": True}
+    return b"".join(bytes(part) for part in PackedMessage.of(WireMessage({**head, "state": False}, [IDS[:3]])).buffers)
 
 
 def test_random_bytes(target: Target):
     rng = np.random.default_rng(0)
     for size in rng.integers(1, 20_000, 60):
         hurl(target, rng.bytes(int(size)))
+        hurl(target, GREETING + rng.bytes(int(size)))
+    for cut in range(len(GREETING)):
+        hurl(target, GREETING[:cut])
     target.check()
 
 
-def test_half_a_preface_and_random_frames_after_a_whole_one(target: Target):
-    rng = np.random.default_rng(1)
-    for cut in range(len(PREFACE)):
-        hurl(target, PREFACE[:cut])
-    for _ in range(60):
-        kind, flags, stream = int(rng.integers(0, 12)), int(rng.integers(0, 256)), int(rng.integers(0, 4))
-        body = rng.bytes(int(rng.integers(0, 200)))
-        hurl(target, PREFACE + frame(4, 0, 0, b"") + frame(kind, flags, stream, body, int(rng.integers(0, 2**24))))
-    target.check()
-
-
-def test_calls_with_garbage_for_messages(target: Target):
-    rng = np.random.default_rng(2)
-    for _ in range(60):
-        for path in (EXCHANGE, ACTION):
-            caller = Caller(target.endpoint, path, TOKEN)
-            with contextlib.suppress(OSError):
-                caller.send([message(rng.bytes(int(rng.integers(0, 3000)))) for _ in range(2)])
-            caller.close()
-    target.check()
-
-
-def good_messages() -> list[bytes]:
-    head = {"op": "pull", "worker": 0, "step": 0, "tables": {"t": 3}, "dense": False, "commit": None, "peek": True}
-    schema, _ = arrow_parts(SCHEMA.serialize())
-    meta, body = arrow_parts(to_batch(WireMessage({**head, "state": False}, [IDS[:3]])).serialize())
-    return [flight_data(schema, path=b"frames"), flight_data(meta, body)]
-
-
-def test_our_own_messages_spoken_by_hand_are_answered(target: Target):
+def test_messages_spoken_by_hand_are_answered(target: Target):
     """Otherwise the tests with changed ones would test nothing."""
-    caller = Caller(target.endpoint, token=TOKEN)
-    caller.send([message(one) for one in good_messages()])
-    heard = caller.drain()
-    caller.close()
-    assert target.expected[:3].tobytes() in heard
+    stream = member(target)
+    stream.send([good_message()])
+    answer = receive(stream).unpacked()
+    stream.close()
+    np.testing.assert_array_equal(answer.arrays[0].reshape(-1, DIM), target.expected[:3])
 
 
 def test_messages_with_flipped_bits(target: Target):
     rng = np.random.default_rng(3)
-    good = good_messages()
+    good = good_message()
     for _ in range(250):
-        which = int(rng.integers(0, 2))
-        changed = bytearray(good[which])
+        changed = bytearray(good)
         for at in rng.integers(0, len(changed), int(rng.integers(1, 6))):
             changed[at] = int(rng.integers(0, 256))
-        caller = Caller(target.endpoint, token=TOKEN)
+        stream = member(target)
         with contextlib.suppress(OSError):
-            caller.send([message(bytes(changed) if at == which else one) for at, one in enumerate(good)])
-        caller.drain(2.0)
-        caller.close()
+            stream.send([changed])
+            stream._socket.shutdown(socket.SHUT_WR)
+        drain(stream._socket, 2.0)
+        stream.close()
     target.check()
 
 
 def test_messages_that_are_shorter_than_they_say(target: Target):
-    good = good_messages()
-    for claimed in (2**20, 2**31 - 1, 2**32 - 1):
-        caller = Caller(target.endpoint, token=TOKEN)
-        caller.send([message(good[0]), message(good[1][:100], claimed)], end=False)
-        caller.close()
-    for cut in range(1, len(good[1]), 29):
-        caller = Caller(target.endpoint, token=TOKEN)
-        with contextlib.suppress(OSError):
-            caller.send([message(good[0]), message(good[1][:cut])])
-        caller.drain(2.0)
-        caller.close()
+    good = good_message()
+    for cut in range(1, len(good), 7):
+        stream = member(target)
+        stream.send([good[:cut]])
+        stream.close()
+    for sizes in ((MAX_HEAD, 0), (100, MAX_ARRAYS, *[MAX_BYTES // MAX_ARRAYS] * MAX_ARRAYS)):
+        stream = member(target)
+        stream.send([SIZES.pack(*sizes, *[0] * (MAX_ARRAYS + 2 - len(sizes)))])
+        stream.close()
     target.check()
 
 
-def exchange(target: Target, schema: pa.Schema, batches: list[pa.RecordBatch], path: bytes = b"frames") -> list[dict]:
-    """The heads of the answers to batches of any schema."""
-    client = flight.FlightClient(f"grpc+tcp://{target.endpoint}")
-    options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=LIMIT)
-    writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(path), options)
-    try:
-        writer.begin(schema)
-        heads = []
-        for batch in batches:
-            writer.write_batch(batch)
-            heads.append(json.loads(reader.read_chunk().data.column(0)[0].as_py()))
-        if not batches:
-            writer.done_writing()
-            reader.read_chunk()
-        return heads
-    finally:
-        with contextlib.suppress(Exception):
-            writer.close()
-        client.close()
-
-
-def test_streams_of_other_schemas_and_other_names(target: Target):
-    one = pa.array([b"x"], BLOB)
-    schemas = [
-        pa.schema([]),
-        pa.schema([("head", pa.int64())]),
-        pa.schema([("head", BLOB)] * (MAX_ARRAYS + 2)),
-        pa.schema([(field.name, pa.binary()) for field in SCHEMA]),
-        pa.schema([("head", pa.dictionary(pa.int32(), BLOB)), *list(SCHEMA)[1:]]),
-        pa.schema([("head", pa.list_(BLOB)), *list(SCHEMA)[1:]]),
-    ]
-    for schema in schemas:
-        assert "schema" in refused(lambda schema=schema: exchange(target, schema, []))
-    assert "no stream" in refused(lambda: exchange(target, SCHEMA, [], path=b"other"))
-    batch = pa.RecordBatch.from_arrays([one] * (MAX_ARRAYS + 1), schema=SCHEMA)
-    assert "cannot be read" in exchange(target, SCHEMA, [batch])[0]["error"]
-    target.check()
-
-
-def test_batches_of_no_row_many_rows_and_no_value(target: Target):
-    def batch(*cells: bytes | None) -> pa.RecordBatch:
-        return pa.RecordBatch.from_arrays([pa.array(cells, BLOB)] * (MAX_ARRAYS + 1), schema=SCHEMA)
-
-    heads = exchange(target, SCHEMA, [batch(), batch(b"{}", b"{}"), batch(None), batch(*[b"{}"] * 10_000)])
-    rows = ["0 rows", "2 rows", "not plain bytes", "10000 rows"]
-    assert all(text in head["error"] for text, head in zip(rows, heads, strict=True))
-    target.check()
-
-
-def column(body: bytes, first: int, last: int) -> pa.Array:
-    """A cell that claims to lie between two offsets."""
-    offsets = pa.py_buffer(np.array([first, last], np.int64).tobytes())
-    return pa.Array.from_buffers(BLOB, 1, [None, offsets, pa.py_buffer(body)])
-
-
-def by_hand(target: Target, cells: list[bytes]) -> bytes:
-    """Send one batch of these cells, without asking Arrow whether it makes sense."""
-    columns = [column(cell, 0, len(cell)) for cell in cells]
-    columns += [column(b"", 0, 0)] * (MAX_ARRAYS + 1 - len(cells))
-    meta, body = arrow_parts(pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize())
-    caller = Caller(target.endpoint, token=TOKEN)
-    caller.send([message(good_messages()[0]), message(flight_data(meta, body))])
-    heard = caller.drain()
-    caller.close()
-    return heard
-
-
-def test_cells_that_lie_outside_their_memory(target: Target):
-    good = json.dumps({"op": "stats", "worker": -1, "arrays": []}).encode()
-    meta, body = arrow_parts(to_batch(WireMessage({"op": "stats", "worker": -1})).serialize())
-    size = len(json.dumps({"op": "stats", "worker": -1, "arrays": []}, separators=(",", ":")))
-    for first, last in ((0, 2**40), (-8, 4), (9, 3), (2**62, 2**62 + 1), (0, -1), (-(2**63), 2**63 - 1)):
-        lie = body.replace(np.array([0, size], np.int64).tobytes(), np.array([first, last], np.int64).tobytes(), 1)
-        assert lie != body
-        caller = Caller(target.endpoint, token=TOKEN)
-        caller.send([message(good_messages()[0]), message(flight_data(meta, lie))])
-        heard = caller.drain()
-        caller.close()
-        assert b"a message without its bytes" in heard
-    assert b"members" in by_hand(target, [good])
+def test_sizes_beyond_the_limits_take_no_memory(target: Target):
+    for sizes in (
+        (MAX_HEAD + 1, 0),
+        (2, MAX_ARRAYS + 1),
+        (2, 1, MAX_BYTES + 1),
+        (2, 8, *[2**62] * 8),
+        (2**32 - 1,) * 2,
+    ):
+        stream = member(target)
+        stream.send([SIZES.pack(*sizes, *[0] * (MAX_ARRAYS + 2 - len(sizes)))])
+        assert "is over the limits" in receive(stream).unpacked().head["error"]
+        assert drain(stream._socket) == b""
+        stream.close()
     target.check()
 
 
@@ -286,90 +207,86 @@ HEADS = [
     b'{"op":"commit","worker":0,"seq":999999,"arrays":[]}',
     b'{"op":"save","path":7,"step":1,"worker":0,"arrays":[]}',
     b'{"op":"load","path":"/nowhere","worker":0,"arrays":[]}',
+    b'{"op":"mirror","server":-1,"file":"x","arrays":[]}',
     b'{"op":"mirror","server":0,"file":"../../escape","offset":0,"arrays":[]}',
     b'{"op":"export","path":"/nowhere","table":"t","format":"pickle","worker":0,"arrays":[]}',
 ]
 
 
 def test_invalid_or_false_heads_are_answered_with_one_line(target: Target):
-    empty = column(b"", 0, 0)
-    batches = [
-        pa.RecordBatch.from_arrays([column(head, 0, len(head)), *[empty] * MAX_ARRAYS], schema=SCHEMA) for head in HEADS
-    ]
-    answers = exchange(target, SCHEMA, batches)
-    for head, answer in zip(HEADS, answers, strict=True):
-        line = answer.get("error", "")
+    stream = member(target)
+    for head in HEADS:
+        stream.send([SIZES.pack(len(head), MAX_ARRAYS, *[0] * MAX_ARRAYS) + head])
+        line = receive(stream).unpacked().head.get("error", "")
         assert line, head[:80]
         assert "\n" not in line
         assert "the server failed" not in line, (head[:80], line)
-    target.check()
-
-
-def test_actions_that_are_not_there_or_make_no_sense(target: Target):
-    def act(name: str, body: bytes) -> object:
-        client = flight.FlightClient(f"grpc+tcp://{target.endpoint}")
-        try:
-            options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=LIMIT)
-            return [result.body.to_pybytes() for result in client.do_action(flight.Action(name, body), options)]
-        finally:
-            client.close()
-
-    assert "no action" in refused(lambda: act("shutdown", b""))
-    assert "over the limit" in refused(lambda: act("beat", b"[" * 2**20))
-    for body in (b"[", b"\xff", b"[" * 60_000, b"[]", b"7"):
-        assert "cannot be read" in refused(lambda body=body: act("beat", body))
-    (answer,) = act("beat", b'{"worker":"x"}')
-    assert "error" in json.loads(answer)
-    client = flight.FlightClient(f"grpc+tcp://{target.endpoint}")
-    options = flight.FlightCallOptions(headers=SAFE.headers(), timeout=LIMIT)
-    refused(lambda: client.do_get(flight.Ticket(b"x"), options))
-    refused(lambda: list(client.list_flights(options=options)))
-    refused(lambda: client.get_flight_info(flight.FlightDescriptor.for_command(b"x"), options))
-    client.close()
+    stream.close()
     target.check()
 
 
 def test_strangers_with_wrong_tokens_reach_nothing(target: Target):
     rng = np.random.default_rng(4)
-    tokens = [None, "", TOKEN[:-1], TOKEN + " ", TOKEN.upper(), *(rng.bytes(8).hex() for _ in range(40))]
-    good = [message(one) for one in good_messages()]
+    tokens = ["", TOKEN[:-1], TOKEN + " ", TOKEN.upper(), *(rng.bytes(8).hex() for _ in range(40))]
     for token in tokens:
-        for path in (EXCHANGE, ACTION):
-            caller = Caller(target.endpoint, path, token)
-            with contextlib.suppress(OSError):
-                caller.send(good)
-            heard = caller.drain()
-            caller.close()
-            assert b"token is not this server's" in heard or b"grpc-status\x0216" in heard, (token, heard)
-            assert target.expected[:3].tobytes() not in heard
+        with connect(target) as stranger, contextlib.suppress(OSError):
+            proof, heard = callers_proof(token.encode()), b""
+            say, wanted = next(proof)
+            for _ in range(2):
+                stranger.sendall(say)
+                heard = stranger.recv(wanted, socket.MSG_WAITALL)
+                say, wanted = proof.send(heard)
+            stranger.sendall(say + good_message())  # as if it had been let in
+            heard = drain(stranger)
+            assert heard == bytes(32), token
     target.check()
 
 
-def test_slow_and_idle_clients_hold_up_nobody(target: Target):
+def test_stranger_with_much_to_say_takes_no_memory(target: Target):
+    """The reproduction of a review: three strangers at once, 256 MiB each."""
+    strangers = [connect(target) for _ in range(3)]
+    for stranger in strangers:
+        with pytest.raises(OSError), stranger:  # noqa: PT011, PT012
+            stranger.sendall(GREETING + bytes(32))
+            for _ in range(256):
+                stranger.sendall(bytes(1 << 20))
+    target.check()
+
+
+def test_slow_and_idle_clients_hold_up_no_other(target: Target):
     idle = [connect(target) for _ in range(60)]  # say nothing
     halves = [connect(target) for _ in range(60)]
     for at, one in enumerate(halves):
-        one.sendall(PREFACE[: at % len(PREFACE)])
-    callers = [Caller(target.endpoint, token=TOKEN) for _ in range(30)]  # never send a message
-    good = good_messages()
-    begun = [Caller(target.endpoint, token=TOKEN) for _ in range(30)]
-    for one in begun:  # a byte of one
-        one.raw(frame(DATA, 0, 1, message(good[0])))
-        one.raw(frame(DATA, 0, 1, message(good[1])[:7]))
-    lazy = [FlightConnection(target.endpoint, SAFE) for _ in range(4)]  # ask for much and take nothing
+        one.sendall(GREETING[: at % len(GREETING)])
+    begun = [member(target) for _ in range(30)]
+    for at, one in enumerate(begun):  # a byte of a message, or none
+        one.send([good_message()[: at % 7]])
+    lazy = [member(target) for _ in range(4)]  # ask for much and take nothing
     ids = np.arange(200_000)
     head = {"op": "pull", "worker": 0, "step": 0, "tables": {"t": len(ids)}, "dense": False, "commit": None}
     for one in lazy:
-        one.open()
-        one.write(to_batch(WireMessage({**head, "peek": True, "state": False}, [ids])))
+        one.send(PackedMessage.of(WireMessage({**head, "peek": True, "state": False}, [ids])).buffers)
     target.check()
-    for one in [*idle, *halves, *callers, *begun, *lazy]:
+    for one in [*idle, *halves, *begun, *lazy]:
         one.close()
     target.check()
 
 
+def test_strangers_do_not_use_up_descriptors(tmp_path: Path):
+    """Silent strangers, more than the server has descriptors: a worker gets in, and a snapshot can be written."""
+    target = Target(tmp_path, DESCRIPTORS="128")
+    crowd = [connect(target) for _ in range(160)]
+    link = target.link()
+    np.testing.assert_array_equal(pull(link, IDS), target.expected)
+    link.call(WireMessage({"op": "save", "worker": -1, "path": str(tmp_path / "saved"), "step": 1}))
+    link.close()
+    for stranger in crowd:
+        stranger.close()
+    target.process.kill()
+
+
 def test_full_server_says_so_and_takes_next_when_one_has_left():
-    server = FlightServer("127.0.0.1:0", Counting().handle, max_streams=3)
+    server = ServerPort("127.0.0.1:0", Counting().handle, max_streams=3)
     links = [ServerChannel(server.endpoint) for _ in range(3)]
     for link in links:
         link.call(WireMessage({"op": "pull", "worker": 0}, [IDS]))

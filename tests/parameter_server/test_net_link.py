@@ -20,7 +20,7 @@ import echelon
 from echelon.base.errors import EchelonError, PeerLost
 from echelon.parameter_server.protocol.channel import HeartbeatSender, ServerChannel
 from echelon.parameter_server.protocol.message import KINDS, WireMessage, WireMessageError
-from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.server_port import ServerPort
 
 
 def push(seq: int, size: int = 100) -> WireMessage:
@@ -229,7 +229,7 @@ def test_beats_reach_every_server_and_stop(tmp_path: Path):
     heard: dict[int, list[dict]] = {0: [], 1: []}
     servers = []
     for at in heard:
-        server = FlightServer(
+        server = ServerPort(
             "127.0.0.1:0", lambda frame, _, at=at: (heard[at].append(frame.head), WireMessage({"ok": True}))[1]
         )
         servers.append(server)
@@ -247,15 +247,15 @@ def test_beats_reach_every_server_and_stop(tmp_path: Path):
 
 def test_a_client_that_does_not_take_its_answers_holds_up_nobody():
     from echelon.base.security import OPEN
-    from echelon.parameter_server.protocol.arrow_wire import to_batch
-    from echelon.parameter_server.protocol.connection import FlightConnection
+    from echelon.parameter_server.protocol.connection import ServerConnection
+    from echelon.parameter_server.protocol.message_wire import PackedMessage
 
-    server = FlightServer("127.0.0.1:0", Counting().handle)
-    lazy = FlightConnection(server.endpoint, OPEN)
-    lazy.open()
+    server = ServerPort("127.0.0.1:0", Counting().handle)
+    lazy = ServerConnection(server.endpoint, OPEN)
+    lazy.open(10.0)
     ids = np.arange(100_000)
-    for _ in range(6):  # 6.4 MB each, never read
-        lazy.write(to_batch(WireMessage({"op": "pull", "worker": 1}, [ids])))
+    for _ in range(2):  # 6.4 MB each, never read
+        lazy.write(PackedMessage.of(WireMessage({"op": "pull", "worker": 1}, [ids])))
     link = ServerChannel(server.endpoint)
     for _ in range(20):
         np.testing.assert_array_equal(

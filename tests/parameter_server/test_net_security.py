@@ -14,7 +14,7 @@ from echelon.base.errors import EchelonError, UsageError
 from echelon.base.security import OPEN, Security, is_loopback
 from echelon.parameter_server.protocol.channel import HeartbeatSender, ServerChannel
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.server_port import ServerPort
 
 IDS = np.array([1, 5, 1008, 77], np.int64)
 
@@ -35,7 +35,6 @@ MUTUAL = {**MEMBER, "client_authority": "authority.pem"}
 
 WELCOME = {
     "a token": ({"token": "a"}, {"token": "a"}),
-    "a token that nobody asks for": ({}, {"token": "a"}),
     "TLS": (MEMBER, TRUSTS),
     "TLS and a token": ({**MEMBER, "token": "a"}, {**TRUSTS, "token": "a"}),
     "both with certificates": (MUTUAL, {**MEMBER, **TRUSTS}),
@@ -43,6 +42,7 @@ WELCOME = {
 }
 REFUSED = {
     "another token": ({"token": "a"}, {"token": "b"}, "does not take this process's token; set ECHELON_PS_TOKEN"),
+    "a token where there is none": ({}, {"token": "a"}, "does not take this process's token; set ECHELON_PS_TOKEN"),
     "no token": ({"token": "a"}, {}, "does not take this process's token; set ECHELON_PS_TOKEN"),
     "no token but TLS": ({**MEMBER, "token": "a"}, TRUSTS, "does not take this process's token"),
     "a stranger's authority": (MEMBER, {"authority": "stranger.pem"}, r"stranger.pem has not signed \(.*\); set "),
@@ -57,7 +57,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", WELCOME)
 def test_whoever_belongs_to_the_job_gets_in(case: str, pem: Path):
     theirs, ours = (settings(pem, **names) for names in WELCOME[case])
-    server = FlightServer("127.0.0.1:0", Counting().handle, theirs)
+    server = ServerPort("127.0.0.1:0", Counting().handle, theirs)
     link = ServerChannel(server.endpoint, security=ours)
     np.testing.assert_array_equal(link.call(WireMessage({"op": "pull"}, [IDS])).arrays[0], rows_of(IDS))
     link.close()
@@ -69,7 +69,7 @@ def test_refused_link_is_told_why_in_one_line_without_waiting(case: str, pem: Pa
     """A client that does not belong to the job is told why in one line, without waiting."""
     theirs, ours, line = REFUSED[case]
     calls = []
-    server = FlightServer(
+    server = ServerPort(
         "127.0.0.1:0", lambda frame, gone: calls.append(frame) or WireMessage({}), settings(pem, **theirs)
     )
     link = ServerChannel(server.endpoint, security=settings(pem, **ours), timeout=10_000, name="server 3")
@@ -90,35 +90,37 @@ def test_a_server_for_the_network_must_know_who_calls(pem: Path):
                 UsageError,
                 match=r"^a server on .* can be reached from other hosts without authentication; set ECHELON_PS_TOKEN",
             ):
-                FlightServer(f"{host}:0", Counting().handle, weak)
+                ServerPort(f"{host}:0", Counting().handle, weak)
     for strong in ({"token": "a"}, MUTUAL):
-        server = FlightServer("0.0.0.0:0", Counting().handle, settings(pem, **strong))
+        server = ServerPort("0.0.0.0:0", Counting().handle, settings(pem, **strong))
         assert server.close()
     assert all(is_loopback(host) for host in ("localhost", "127.0.0.1", "127.9.9.9", "[::1]"))
 
 
 def test_settings_come_from_the_environment(tmp_path: Path, pem: Path):
     secret = tmp_path / "secret"
-    secret.write_text("from a file\n")
+    secret.write_text("from a file of ours\n")
     names = {"ECHELON_PS_CERT": "member.pem", "ECHELON_PS_KEY": "member.key", "ECHELON_PS_CA": "authority.pem"}
     env = {name: str(pem / file) for name, file in names.items()} | {"ECHELON_PS_TOKEN_FILE": str(secret)}
-    assert Security.from_environment(env) == settings(pem, token="from a file", **MEMBER, **TRUSTS)
-    assert Security.from_environment({**env, "ECHELON_PS_TOKEN": "nearer"}).token == "nearer"
-    assert Security.from_environment({**env, "ECHELON_PS_TOKEN": "nearer"}, token="given").token == "given"
+    assert Security.from_environment(env) == settings(pem, token="from a file of ours", **MEMBER, **TRUSTS)
+    nearer, given = "nearer than the file", "given on the command line"
+    assert Security.from_environment({**env, "ECHELON_PS_TOKEN": nearer}).token == nearer
+    assert Security.from_environment({**env, "ECHELON_PS_TOKEN": nearer}, token=given).token == given
     assert Security.from_environment({}) == OPEN
 
 
 def test_servers_token_is_made_from_job_secret_unless_own_is_set(tmp_path: Path):
     """The servers' token is made from the secret of the job unless they have one of their own."""
-    (tmp_path / "theirs").write_text("of the servers\n")
-    (tmp_path / "all").write_text("of the job\n")
-    made = Security.from_environment({"ECHELON_TOKEN": "of the job"}).token
-    assert made == hmac.new(b"of the job", b"parameter servers", "sha256").hexdigest()
+    (tmp_path / "theirs").write_text("of the servers alone\n")
+    (tmp_path / "all").write_text("of the whole job\n")
+    made = Security.from_environment({"ECHELON_TOKEN": "of the whole job"}).token
+    assert made == hmac.new(b"of the whole job", b"parameter servers", "sha256").hexdigest()
     of_job = {"ECHELON_TOKEN_FILE": str(tmp_path / "all")}
     assert Security.from_environment(of_job).token == made
-    assert Security.from_environment({**of_job, "ECHELON_PS_TOKEN": "own"}).token == "own"
+    own = "the servers' own token"
+    assert Security.from_environment({**of_job, "ECHELON_PS_TOKEN": own}).token == own
     own_file = {**of_job, "ECHELON_PS_TOKEN_FILE": str(tmp_path / "theirs")}
-    assert Security.from_environment(own_file).token == "of the servers"
+    assert Security.from_environment(own_file).token == "of the servers alone"
     with pytest.raises(UsageError, match="ECHELON_TOKEN must be printable ASCII"):
         Security.from_environment({"ECHELON_TOKEN": "two\nlines"})
 
@@ -127,18 +129,20 @@ def test_mistakes_in_settings_are_one_line(tmp_path: Path, pem: Path):
     wrong = {
         "set both": {"ECHELON_PS_CERT": "x"},
         "has no certificate itself": {"ECHELON_PS_CLIENT_CA": "x"},
-        "printable": {"ECHELON_PS_TOKEN": "a\nb"},
+        "printable": {"ECHELON_PS_TOKEN": "a line\nand another"},
+        "^ECHELON_PS_TOKEN has 15 characters and could be guessed; set one of 16": {"ECHELON_PS_TOKEN": "a" * 15},
+        "^ECHELON_TOKEN has 1 characters and could be guessed": {"ECHELON_TOKEN": "a"},
         "cannot be read": {"ECHELON_PS_TOKEN_FILE": str(tmp_path / "none")},
     }
     for line, env in wrong.items():
         with pytest.raises(UsageError, match=line):
             Security.from_environment(env)
     missing = Security(certificate=tmp_path / "none", key=tmp_path / "none")
-    with pytest.raises(UsageError, match=r"^'.*none' cannot be read"):
-        FlightServer("127.0.0.1:0", Counting().handle, missing)
+    with pytest.raises(UsageError, match=r"^'.*none' and '.*none' cannot be used for TLS"):
+        ServerPort("127.0.0.1:0", Counting().handle, missing)
     (tmp_path / "bad").write_text("no certificate")
-    with pytest.raises(UsageError, match="cannot listen"):
-        FlightServer("127.0.0.1:0", Counting().handle, Security(certificate=tmp_path / "bad", key=tmp_path / "bad"))
+    with pytest.raises(UsageError, match="cannot be used for TLS"):
+        ServerPort("127.0.0.1:0", Counting().handle, Security(certificate=tmp_path / "bad", key=tmp_path / "bad"))
 
 
 def test_a_token_does_not_show():

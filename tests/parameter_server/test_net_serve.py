@@ -17,8 +17,8 @@ from echelon.observability.runlog import read
 from echelon.parameter_server.protocol.channel import HeartbeatSender, ServerChannel
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, PersistenceSettings, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.server.flight_server import FlightServer
 from echelon.parameter_server.server.server_peers import ServerPeers
+from echelon.parameter_server.server.server_port import ServerPort
 from echelon.strategy.sparse_update_rules import Sgd
 
 DIM, RATE = 4, 0.5
@@ -102,11 +102,13 @@ def test_mirrored_servers_lost_disk_is_read_back_from_neighbour(tmp_path: Path):
     endpoints = [free_endpoint(), free_endpoint()]
     job, states = job_of(2, replica=True), [tmp_path / "a", tmp_path / "b"]
     start = [
-        lambda at=at: ServerProcess(argv(endpoints, at, states[at]), tmp_path / f"log{at}", ECHELON_PS_TOKEN="secret")
+        lambda at=at: ServerProcess(
+            argv(endpoints, at, states[at]), tmp_path / f"log{at}", ECHELON_PS_TOKEN="a secret of servers"
+        )
         for at in range(2)
     ]
     servers = [begin() for begin in start]
-    safe = Security(token="secret")
+    safe = Security(token="a secret of servers")
     links = [ServerChannel(e, hello=hello_again(job, 0), security=safe, timeout=60) for e in endpoints]
     for link in links:
         open_job(link, job)
@@ -203,23 +205,23 @@ def test_a_mistake_is_one_line_and_exit_code_2(given: list[str], line: str, caps
 
 
 def test_a_port_that_is_taken_is_one_line():
-    first = FlightServer("127.0.0.1:0", lambda frame, gone: WireMessage({}))
+    first = ServerPort("127.0.0.1:0", lambda frame, gone: WireMessage({}))
     line = (
         r"^endpoint 127.0.0.1:\d+: the port is in use by another program; choose a free one, the same in every list of"
     )
     with pytest.raises(UsageError, match=line):
-        FlightServer(first.endpoint, lambda frame, gone: WireMessage({}))
+        ServerPort(first.endpoint, lambda frame, gone: WireMessage({}))
     for endpoint, line in (
         ("192.0.2.1:7", "no interface of this host has"),
         ("no-such-host.invalid:7", "; use a free"),
     ):
         with pytest.raises(UsageError, match=f"^endpoint {endpoint}: .*{line}"):
-            FlightServer(endpoint, lambda frame, gone: WireMessage({}), Security(token="secret"))
+            ServerPort(endpoint, lambda frame, gone: WireMessage({}), Security(token="a secret of servers"))
     assert first.close()
 
 
 def test_servers_ask_each_other_and_do_without_one_that_is_gone():
-    server = FlightServer("127.0.0.1:0", lambda frame, gone: WireMessage({"ok": True, "twice": 2 * frame.head["n"]}))
+    server = ServerPort("127.0.0.1:0", lambda frame, gone: WireMessage({"ok": True, "twice": 2 * frame.head["n"]}))
     peers = ServerPeers([server.endpoint, free_endpoint()], OPEN, patience=0.3)
     assert [peers.ask(0, WireMessage({"op": "x", "n": n})).head["twice"] for n in range(3)] == [0, 2, 4]
     for _ in range(2):  # lost once is not lost for ever

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.base import network
+from echelon.base.accept_loop import AcceptLoop
 from echelon.base.job_secret import HandshakeError, admit
 from echelon.checkpoint.in_memory import snapshot_wire
 from echelon.checkpoint.in_memory.snapshot_buffer import SnapshotBuffer
 from echelon.checkpoint.in_memory.snapshot_wire import SnapshotProtocolError, SnapshotRefusedError
 
-#: Limit of open connections. Each rank of the job has one or two when all ranks read at once.
-_MOST_CALLERS = 4096
 _MOST_BYTES = 1 << 46
 Reply = dict[str, Any]
 
@@ -48,22 +48,21 @@ class SnapshotServer:
         self._kept: dict[int, RankSnapshot] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._callers: set[socket.socket] = set()
         self._closed = False
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self.address = _written(address, self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="echelon-memory", daemon=True).start()
+        listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self.address = _written(address, listener.getsockname()[1])
+        network.raise_descriptor_limit()
+        self._port = AcceptLoop(listener, self._serve, "echelon-memory")
 
     def close(self) -> None:
         """Close all connections and free all memory."""
         with self._lock:
             self._closed = True
-            callers, kept = list(self._callers), list(self._kept.values())
+            kept = list(self._kept.values())
             self._kept = {}
-        _shut(self._listener)
-        for caller in callers:
-            _shut(caller)
+        self._port.close()
+        self._port.cut()
         for each in kept:
             each.buffer.close()
 
@@ -71,23 +70,6 @@ class SnapshotServer:
     def nbytes(self) -> int:
         with self._lock:
             return sum(SnapshotBuffer.size(kept.buffer.room, kept.buffer.nbytes) for kept in self._kept.values())
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                caller, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue
-            with self._lock:
-                welcome = not self._closed and len(self._callers) < _MOST_CALLERS
-                if welcome:
-                    self._callers.add(caller)
-            if welcome:
-                threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
-            else:
-                caller.close()
 
     def _serve(self, caller: socket.socket) -> None:
         with contextlib.suppress(
@@ -97,11 +79,9 @@ class SnapshotServer:
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._key is not None:
                 admit(caller, self._key)
+            self._port.know(caller)
             while (message := snapshot_wire.receive(caller)) is not None:
                 self._answer(caller, message)
-        with self._lock:
-            self._callers.discard(caller)
-        caller.close()
 
     def _answer(self, caller: socket.socket, message: dict[str, Any]) -> None:
         ops: dict[Any, Callable[[socket.socket, dict[str, Any]], Reply | None]] = {
@@ -222,13 +202,6 @@ def _whole(message: dict[str, Any], name: str, most: int = 1 << 62) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise SnapshotProtocolError(f"a missing or invalid '{name}'")
     return value
-
-
-def _shut(connection: socket.socket) -> None:
-    """Close a connection, and wake the thread that is blocked in it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 def _written(address: str, port: int) -> str:

@@ -8,11 +8,14 @@ its own id, different from that of the empty text.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from echelon.base.kernel_cache import cached_jit
 
 U64 = np.uint64
 #: value that is mixed into the salt for a missing value, instead of words
@@ -49,7 +52,7 @@ def _signed(h: int) -> int:
     return h - 2**64 if h >= 2**63 else h
 
 
-@numba.njit(cache=True, inline="always")
+@numba.njit(inline="always")
 def _mixed(h: Any) -> Any:
     h = h + U64(0x9E3779B97F4A7C15)
     h = (h ^ (h >> U64(30))) * U64(0xBF58476D1CE4E5B9)
@@ -57,12 +60,12 @@ def _mixed(h: Any) -> Any:
     return h ^ (h >> U64(31))
 
 
-@numba.njit(cache=True, inline="always")
+@numba.njit(inline="always")
 def _is_white(byte: Any) -> Any:
     return byte == 32 or byte == 9 or byte == 13  # noqa: PLR1714  numba
 
 
-@numba.njit(cache=True, inline="always")
+@numba.njit(inline="always")
 def _hashed(data: Any, start: Any, stop: Any, salt: Any) -> Any:
     while start < stop and _is_white(data[start]):
         start += 1
@@ -83,7 +86,7 @@ def _hashed(data: Any, start: Any, stop: Any, salt: Any) -> Any:
     return _mixed(state + U64(stop - start))
 
 
-@numba.njit(cache=True, nogil=True)
+@cached_jit((Path(__file__),), nogil=True)
 def _hash_all(offsets: Any, data: Any, valid: Any, first: Any, salt: Any, out: Any) -> None:
     """Hash all rows. ``valid`` is Arrow's bitmap, empty if no value is missing; ``first`` is the bit of row 0."""
     missing = np.int64(_mixed(salt ^ U64(MISSING)))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.base.environment import KUBERNETES, PS_CA, PS_TOKEN, REQUEUE, TOKEN
+from echelon.base.environment import KUBERNETES, PS_CA, REQUEUE, TOKEN
 from echelon.base.errors import EchelonError, UsageError
 from echelon.base.option_checks import at_least
 from echelon.launcher.schedulers import kubernetes_names
@@ -272,8 +272,6 @@ def _container(asked: KubernetesSubmission, command: list[str], own: list[Docume
 def _environment(asked: KubernetesSubmission) -> list[Document]:
     token = {"secretKeyRef": {"name": asked.secret, "key": "token"}}
     found: list[Document] = [{"name": TOKEN, "valueFrom": token}]
-    if asked.servers:
-        found.append({"name": PS_TOKEN, "valueFrom": token})
     if asked.tls_secret is not None:
         found.append({"name": PS_CA, "value": f"{_TLS}/ca.crt"})
     pairs = [kubernetes_names.split_variable(text, os.environ) for text in asked.environment or []]

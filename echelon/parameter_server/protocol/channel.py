@@ -18,23 +18,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow as pa
-
 from echelon.base.environment import PS_JOIN_TIMEOUT
 from echelon.base.errors import EchelonError, PeerLost
 from echelon.base.heartbeat_monitor import HeartbeatMonitor
+from echelon.base.job_secret import HandshakeError
 from echelon.base.security import OPEN, Security
-from echelon.parameter_server.protocol.arrow_wire import to_batch
 from echelon.parameter_server.protocol.connection import (
-    FlightConnection,
+    ServerConnection,
     ServerConnectionLost,
     explain,
     explain_foreign_server,
-    explain_tls_rejection,
+    explain_missing_tls,
     one_line,
     refusal,
 )
-from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.protocol.message import WireMessage, WireMessageError
+from echelon.parameter_server.protocol.message_wire import PackedMessage
 
 Call = Callable[[WireMessage], WireMessage]
 Hello = Callable[[Call], None]
@@ -53,7 +52,7 @@ INTRODUCTIONS = ("hello", "open")
 class _PendingRequest:
     """A request that has no answer yet."""
 
-    batch: Any
+    message: PackedMessage
     op: str = ""
     answer: Future[WireMessage] = field(default_factory=Future)
 
@@ -105,7 +104,7 @@ class ServerChannel:
         self._writing = threading.Lock()  # order of requests; held while one is written
         self._state = threading.Condition()  # the fields below; never held while anything is written or read
         self._waiting: deque[_PendingRequest] = deque()
-        self._connection: FlightConnection | None = None
+        self._connection: ServerConnection | None = None
         self._live = False  # True: ``send`` writes requests at once; False: the thread sends the pending ones
         self._over: EchelonError | None = None
         self._away_since: float | None = None
@@ -117,7 +116,7 @@ class ServerChannel:
 
     def send(self, frame: WireMessage) -> Future[WireMessage]:
         """Send a request and return a future of its answer. Waits only if too many requests are in flight."""
-        waiting = _PendingRequest(to_batch(frame), str(frame.head.get("op")))
+        waiting = _PendingRequest(PackedMessage.of(frame), str(frame.head.get("op")))
         self._room.acquire()
         with self._writing:
             with self._state:
@@ -130,8 +129,8 @@ class ServerChannel:
                 self._state.notify_all()
             if live is not None:
                 try:
-                    live.write(waiting.batch)
-                except (pa.ArrowException, OSError):
+                    live.write(waiting.message)
+                except OSError:
                     live.cut()  # the thread notices it and reconnects
         return waiting.answer
 
@@ -171,7 +170,7 @@ class ServerChannel:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"link to {self.endpoint}", daemon=True)
             self._thread.start()
-            atexit.register(self.close)  # a thread inside gRPC at interpreter exit would abort the process
+            atexit.register(self.close)
 
     def _run(self) -> None:
         try:
@@ -217,11 +216,10 @@ class ServerChannel:
 
     def _attempt(self) -> None:
         with self._breaking():
-            connection = FlightConnection(self.endpoint, self._security)
+            connection = ServerConnection(self.endpoint, self._security)
             with self._state:
                 self._connection = connection
-            connection.act("ready", {}, min(PROBE, self.timeout))
-            connection.open()
+            connection.open(min(PROBE, self.timeout))
         with self._state:  # close() may have run before there was a connection to cut; from here on it can cut this one
             if self._over is not None:
                 raise self._over
@@ -232,14 +230,14 @@ class ServerChannel:
 
     def _ask(self, frame: WireMessage) -> WireMessage:
         """Send one request on a fresh connection and return its answer."""
-        waiting = _PendingRequest(to_batch(frame))
-        waiting.resolve(self._exchange(waiting.batch))
+        waiting = _PendingRequest(PackedMessage.of(frame))
+        waiting.resolve(self._exchange(waiting.message))
         return waiting.answer.result()
 
-    def _exchange(self, batch: Any) -> WireMessage:
+    def _exchange(self, message: PackedMessage) -> WireMessage:
         assert self._connection is not None
         with self._breaking():
-            self._connection.write(batch)
+            self._connection.write(message)
             return self._connection.read()
 
     def _catch_up(self) -> None:
@@ -250,7 +248,7 @@ class ServerChannel:
                     self._live = True
                     return
                 first = self._waiting[0]
-            self._answered(self._exchange(first.batch))
+            self._answered(self._exchange(first.message))
 
     def _read_on(self) -> None:
         assert self._connection is not None
@@ -279,19 +277,19 @@ class ServerChannel:
 
     @contextlib.contextmanager
     def _breaking(self) -> Any:
-        """Translate gRPC errors into ``ServerConnectionLost``, or into ``EchelonError`` where a retry cannot help."""
+        """Translate a connection's errors into ``ServerConnectionLost``, or ``EchelonError`` if no retry can help."""
         try:
             yield
-        except (pa.ArrowException, OSError) as error:
+        except (OSError, HandshakeError, WireMessageError) as error:
             with self._state:
                 if self._over is not None:
                     raise self._over from None
             line = refusal(error, self._security)
             if line is None and not self._acquainted:
-                line = explain_tls_rejection(error, self.endpoint, self._security) or explain_foreign_server(error)
+                line = explain_foreign_server(error) or explain_missing_tls(error, self.endpoint, self._security)
             if line is not None:
                 raise EchelonError(f"{self.name} at {self.endpoint} {line}") from None
-            raise ServerConnectionLost(explain(error, self.endpoint)) from None
+            raise ServerConnectionLost(explain(error)) from None
 
     def _end(self, error: EchelonError) -> None:
         """Close the channel and fail all pending and all later requests with ``error``."""
@@ -345,7 +343,7 @@ class HeartbeatSender:
         self._every = every
         self._hear = hear
         self._links = {link.endpoint: link for link in links}
-        self._connections: dict[str, FlightConnection] = {}
+        self._connections: dict[str, ServerConnection] = {}
         self._endpoints, self._heartbeats = tuple(endpoints), HeartbeatMonitor()
         self._stop, self._process = threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
@@ -369,13 +367,21 @@ class HeartbeatSender:
 
     def _beat(self, endpoint: str) -> None:
         try:
+            seconds = min(self._every, PROBE)
             if endpoint not in self._connections:
-                self._connections[endpoint] = FlightConnection(endpoint, self._security)
-            answer = self._connections[endpoint].act("beat", {"worker": self._worker}, min(self._every, PROBE))
+                connection = ServerConnection(endpoint, self._security)
+                connection.open(seconds)
+                self._connections[endpoint] = connection
+            answer = self._connections[endpoint].ask(WireMessage({"op": "beat", "worker": self._worker}), seconds)
             self._heartbeats.hear(endpoint)
             if self._hear is not None:
-                self._hear(endpoint, answer)
-        except (pa.ArrowException, OSError, EchelonError):  # the channel that uses the server reports the error
+                self._hear(endpoint, answer.head)
+        except (
+            OSError,
+            HandshakeError,
+            ServerConnectionLost,
+            EchelonError,
+        ):  # the channel that uses the server reports the error
             if endpoint in self._connections:
                 self._connections.pop(endpoint).close()
             self._suspect(endpoint)

@@ -1,166 +1,148 @@
-"""One connection to a server over Arrow Flight, and explanations of its failures."""
+"""One connection to a server, and explanations of its failures."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
 import ssl
-from typing import Any
 
-from pyarrow import flight
-
+from echelon.base import tls
 from echelon.base.endpoints import split_endpoint
 from echelon.base.environment import PS_CA, PS_CERT, PS_KEY, PS_TOKEN
+from echelon.base.job_secret import HandshakeError, callers_proof
 from echelon.base.security import Security
-from echelon.parameter_server.protocol.arrow_wire import SCHEMA, from_batch
+from echelon.parameter_server.protocol import message_wire
+from echelon.parameter_server.protocol.byte_stream import ByteStream, StreamEndedError, TlsStream
 from echelon.parameter_server.protocol.message import WireMessage
+from echelon.parameter_server.protocol.message_wire import PackedMessage
 
-#: Name of the only kind of stream.
-STREAM = b"frames"
-#: Connections share no subchannels, so that a failed one does not delay the next. A job's processes use no proxy.
-_CHANNEL = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+#: Reasons of OpenSSL for which a server hangs up on a client's certificate.
+_CERTIFICATE_ALERTS = (
+    "CERTIFICATE_REQUIRED",
+    "UNKNOWN_CA",
+    "BAD_CERTIFICATE",
+    "HANDSHAKE_FAILURE",
+    "CERTIFICATE_UNKNOWN",
+)
 
 
 class ServerConnectionLost(Exception):
     """The connection is lost, and a new one may be opened."""
 
 
-class FlightConnection:
-    """One connection to a server with at most one stream. Its methods raise the errors of gRPC unchanged."""
+class ServerConnection:
+    """One connection to a server. Its methods raise ``OSError`` and ``HandshakeError``; ``open`` connects."""
 
     def __init__(self, endpoint: str, security: Security) -> None:
-        quiet_grpc()
-        self._client = flight.FlightClient(
-            security.client_location(endpoint), generic_options=_CHANNEL, **security.client_options()
-        )
-        self._headers = security.headers()
-        self._writer: Any = None
-        self._reader: Any = None
+        self.endpoint, self._security = endpoint, security
+        self._stream: ByteStream | None = None
+        self._cut = False
 
-    def act(self, name: str, head: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Send a small request outside the stream and return the answer's head."""
-        options = flight.FlightCallOptions(timeout=timeout, headers=self._headers)
-        results = list(self._client.do_action(flight.Action(name, json.dumps(head).encode()), options))
-        answer: dict[str, Any] = json.loads(results[0].body.to_pybytes()) if results else {}
-        return answer
+    def open(self, seconds: float) -> None:
+        """Connect, prove the token and wait for the server's welcome, all within ``seconds``."""
+        host, port = split_endpoint(self.endpoint)
+        host = host.strip("[]")
+        connection = socket.create_connection((host, port), timeout=seconds)
+        try:
+            stream = self._stream = self._begun(connection, host, seconds)
+            stream.converse(callers_proof(self._security.proof_key, tls.fingerprint(stream.certificate)))
+            if (line := self.read().head.get("error")) is not None:
+                raise ServerConnectionLost(str(line))
+            stream.limit(None)
+        except BaseException:
+            connection.close()
+            raise
+        if self._cut:
+            stream.cut()
 
-    def open(self) -> None:
-        options = flight.FlightCallOptions(headers=self._headers)
-        self._writer, self._reader = self._client.do_exchange(flight.FlightDescriptor.for_path(STREAM), options)
-        self._writer.begin(SCHEMA)
+    def _begun(self, connection: socket.socket, host: str, seconds: float) -> ByteStream:
+        context = tls.client_tls_context(self._security, check_names=True)
+        if context is None:
+            stream = ByteStream(connection)
+            stream.limit(seconds)
+            return stream
+        encrypted = TlsStream(connection, context, host)
+        encrypted.limit(seconds)
+        encrypted.handshake()
+        return encrypted
 
-    def write(self, batch: Any) -> None:
-        self._writer.write_batch(batch)
+    def ask(self, frame: WireMessage, seconds: float) -> WireMessage:
+        """Send a request on an open connection of its own and return the answer."""
+        assert self._stream is not None
+        self._stream.limit(seconds)
+        self.write(PackedMessage.of(frame))
+        return self.read()
+
+    def write(self, message: PackedMessage) -> None:
+        assert self._stream is not None
+        message_wire.send(self._stream, message)
 
     def read(self) -> WireMessage:
-        try:
-            return from_batch(self._reader.read_chunk().data)
-        except StopIteration:
-            raise ServerConnectionLost("the server ended the stream") from None
+        assert self._stream is not None
+        return message_wire.receive(self._stream).unpacked()
 
     def cut(self) -> None:
         """Make pending reads and writes return with an error. This may be called from any thread."""
-        if self._reader is not None:
-            with contextlib.suppress(Exception):
-                self._reader.cancel()
+        self._cut = True
+        if self._stream is not None:
+            self._stream.cut()
 
     def close(self) -> None:
-        self.cut()
-        for end in (self._writer, self._client):
-            with contextlib.suppress(Exception):  # the connection may be broken already
-                end.close()
-
-
-def quiet_grpc() -> None:
-    """Silence gRPC's own lines about failed handshakes on stderr: Echelon reports them once itself."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        if self._stream is not None:
+            self._stream.close()
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text without line breaks and without gRPC's debug context."""
-    text = " ".join(str(error).split())
-    return text.split(". gRPC client debug context")[0].split(". Detail: ")[0].split("with message: ")[-1][:500]
+    """Return an error's text without line breaks."""
+    return " ".join(str(error).split())[:500]
 
 
 def refusal(error: BaseException, security: Security) -> str | None:
     """Return the explanation of a refusal that a retry cannot change; None for any other error."""
-    if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+    if isinstance(error, HandshakeError) and error.knows_our_language:
         return f"does not take this process's token; set {PS_TOKEN} to the same value on workers and servers"
-    text = str(error)
-    if "wrong version number" in text.lower():
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = error.verify_message
+        return f"has a certificate that {security.authority} has not signed ({why}); set {PS_CA} to the right one"
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
         return (
             f"does not speak TLS, which {PS_CA} requires; give the server {PS_CERT} and {PS_KEY}, or unset {PS_CA} here"
         )
-    if "certificate verify failed" in text:
-        why = text.rpartition("certificate verify failed: ")[2].split(". gRPC")[0]
-        return f"has a certificate that {security.authority} has not signed ({why}); set {PS_CA} to the right one"
+    if isinstance(error, ssl.SSLError) and any(alert in str(error.reason) for alert in _CERTIFICATE_ALERTS):
+        return f"accepts only clients with a certificate it trusts; set {PS_CERT} and {PS_KEY} to such a certificate"
     return None
 
 
 def explain_foreign_server(error: BaseException) -> str | None:
     """Return an explanation if another program than a parameter server answers; else None."""
-    text = str(error)
-    if "Failed parsing HTTP/2" not in text and "http1.x server" not in text:
+    if not isinstance(error, HandshakeError) or not error.heard:
         return None
-    speech = "it speaks HTTP/1" if "http1.x server" in text else "it answers in another protocol"
+    speech = "it speaks HTTP/1" if error.heard.startswith(b"HTTP/1") else "it answers in another protocol"
     return f"is no parameter server: another program has that port ({speech}); choose another port for the server"
 
 
-def explain(error: BaseException, endpoint: str) -> str:
+def explain(error: BaseException) -> str:
     """Return why a connection failed; common reasons are given in plain words."""
-    text = one_line(error)
-    if "Connection refused" in text:
+    if isinstance(error, ConnectionRefusedError):
         return "nothing listens there"
-    if isinstance(error, flight.FlightTimedOutError):
-        if _accepts(endpoint):
-            return "the program that listens there does not answer: it is another program, or a stopped server"
-        return "its host does not answer"
-    return text
+    if isinstance(error, TimeoutError):
+        return "the program that listens there does not answer: it is another program, or a stopped server"
+    if isinstance(error, StreamEndedError | ConnectionResetError | BrokenPipeError | HandshakeError):
+        return "the server ended the connection"
+    return one_line(error)
 
 
-def _accepts(endpoint: str) -> bool:
-    host, port = split_endpoint(endpoint)
-    try:
-        with socket.create_connection((host.strip("[]"), port), timeout=1.0):
-            return True
-    except OSError:
-        return False
-
-
-def explain_tls_rejection(error: BaseException, endpoint: str, security: Security) -> str | None:
-    """Return an explanation if a server hangs up because TLS or a client certificate is missing; else None.
-
-    The server is probed with a TLS handshake. With a certificate authority set, it is probed twice, because a killed
-    server hangs up, too, but does not accept the second connection.
-    """
-    if "Socket closed" not in str(error) and "Connection reset" not in str(error):
+def explain_missing_tls(error: BaseException, endpoint: str, security: Security) -> str | None:
+    """Return an explanation if a server hangs up on a client without TLS because it speaks TLS; else None."""
+    if security.authority is not None or not isinstance(error, HandshakeError | ConnectionError):
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    if security.authority is not None and security.certificate is not None:
-        context.load_cert_chain(security.certificate, security.key)
-    if security.authority is None:
-        line = f"speaks TLS; set {PS_CA} to the file of the authority that signed its certificate"
-        return None if _speaks(endpoint, context) is None else line
-    if any(_speaks(endpoint, context) != "" for _ in range(2)):
-        return None
-    return f"accepts only clients with a certificate it trusts; set {PS_CERT} and {PS_KEY} to such a certificate"
-
-
-def _speaks(endpoint: str, context: ssl.SSLContext) -> str | None:
-    """Return None without TLS, "heard" if the server sends data after the handshake, and "" if it hangs up."""
     host, port = split_endpoint(endpoint)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with context.wrap_socket(socket.socket(family, kind, protocol)) as secure:
-            secure.settimeout(1.0)
-            secure.connect(address)
-            try:
-                return "heard" if secure.recv(1) else ""
-            except OSError:  # an alert or a reset: the server has rejected the certificate
-                return ""
-    except OSError:
-        return None
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((host.strip("[]"), port), timeout=1.0) as plain,
+        context.wrap_socket(plain),
+    ):
+        return f"speaks TLS; set {PS_CA} to the file of the authority that signed its certificate"
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError, nearest
 from echelon.base.formatting import brief
+from echelon.base.kernel_cache import cached_jit
+from echelon.parameter_server.protocol import hashing
 from echelon.parameter_server.protocol.hashing import mix
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
@@ -296,6 +299,8 @@ def _find_foreign(ids: Any, first: int, stop: int, buckets: int) -> int:
 
 
 _ANY_IDS = numba.types.Array(numba.types.int64, 1, "C", readonly=True, aligned=False)
-_foreign: Callable[[Ids, int, int, int], int] = numba.njit(
-    numba.types.int64(_ANY_IDS, numba.types.int64, numba.types.int64, numba.types.int64), nogil=True, cache=True
+_foreign: Callable[[Ids, int, int, int], int] = cached_jit(
+    (Path(__file__), Path(hashing.__file__)),
+    numba.types.int64(_ANY_IDS, numba.types.int64, numba.types.int64, numba.types.int64),
+    nogil=True,
 )(_find_foreign)

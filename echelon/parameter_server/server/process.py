@@ -32,9 +32,9 @@ from echelon.parameter_server.persistence.find_job import SESSION, find_job, nex
 from echelon.parameter_server.persistence.persistence import ShardPersistence, home_of
 from echelon.parameter_server.persistence.replication import ReplicaHost
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.server.flight_server import FlightServer
 from echelon.parameter_server.server.server_log import ServerLog
 from echelon.parameter_server.server.server_peers import PATIENCE, ServerPeers
+from echelon.parameter_server.server.server_port import ServerPort
 from echelon.parameter_server.server.shard import ServerShard
 from echelon.parameter_server.server.worker_arrivals import WorkerArrivals
 
@@ -82,7 +82,7 @@ class ParameterServerProcess:
         self._code = 0
         keep = self._open_persistence if state is not None else None
         self.shard = ServerShard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
-        self._server = FlightServer(role.endpoints[role.index], self._handle, security)
+        self._server = ServerPort(role.endpoints[role.index], self._handle, security)
         self._arrivals, self._reason = WorkerArrivals(role, self.shard), ""
         self._figures = ServerLog(role.index, self.shard, lambda: self._server.traffic)
 

@@ -12,7 +12,7 @@ from echelon.base.security import Security
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, load_into, locate
 from echelon.parameter_server.protocol.job_spec import JobSpec
-from echelon.parameter_server.server.flight_server import FlightServer
+from echelon.parameter_server.server.server_port import ServerPort
 from echelon.parameter_server.server.shard import ServerShard
 
 
@@ -24,7 +24,7 @@ def serve_checkpoint(role: Role, checkpoint: Path, security: Security) -> int:
     shard = ServerShard(role.index, job.servers, read_only=True)
     shard.install(job)
     step = load_into(shard, path)
-    server = FlightServer(role.endpoints[role.index], shard.handle, security)
+    server = ServerPort(role.endpoints[role.index], shard.handle, security)
     say(f"server {role.index} of {job.servers} serves step {step} at {server.endpoint}", stdout=True)
     number = _signal()
     server.close()

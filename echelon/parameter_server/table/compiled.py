@@ -6,6 +6,7 @@ Kernels are compiled at the first call, and the result is cached on disk. Kernel
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -16,17 +17,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from echelon.base.kernel_cache import cached_jit
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_HERE = Path(__file__).parent
+#: All sources that go into the kernels of parameter servers.
+SOURCES = (
+    *sorted(_HERE.glob("*.py")),
+    *(_HERE.parent / name for name in ("persistence/file_record.py", "protocol/hashing.py", "protocol/job_spec.py")),
+)
 
 _ALIGNED = 4  # records are 32-bit words
 
 
 def kernel(function: Function) -> Function:
-    """Compile a kernel at its first call; without a writable cache directory, once in every process."""
-    try:
-        return cast(Function, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # numba found no writable cache directory
-        return cast(Function, numba.njit(nogil=True)(function))
+    """Compile a kernel at its first call; the result is kept for exactly these sources."""
+    return cached_jit(SOURCES, nogil=True)(function)
 
 
 def inner(function: Function) -> Function:

@@ -1,7 +1,7 @@
 """``echelon watch``: serves the page of a run over HTTP, and renders it again when the run has written something.
 
-Only one path is served, so path traversal is impossible. Clients on other machines must know the token; a client sends
-it once in a link, and in a cookie from then on.
+Only one path is served, so path traversal is impossible. Clients must know the token, on this machine too, which other
+users may share; a client sends it once in a link, and in a cookie from then on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import io
-import ipaddress
 import secrets
 import socket
 import threading
@@ -69,13 +68,13 @@ class PageCache:
 class PageServer(ThreadingHTTPServer):
     """The HTTP server of one page.
 
-    token: secret that clients must send; None: only clients on this machine connect, and they need no token
+    token: secret that clients must send
     """
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, pages: PageCache, token: str | None) -> None:
+    def __init__(self, host: str, port: int, pages: PageCache, token: str) -> None:
         self.pages, self.token = pages, token
         self._room = threading.BoundedSemaphore(MOST_CALLERS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -142,10 +141,8 @@ class PageRequestHandler(BaseHTTPRequestHandler):
             query = parse_qs(asked.query, max_num_fields=8)
         except ValueError:
             return self._refuse(HTTPStatus.BAD_REQUEST)
-        if not self._meant_for_us():
-            return self._refuse(HTTPStatus.MISDIRECTED_REQUEST)
         given = query.get("token", [""])[0]
-        if self.server.token is not None and given and self._is_token(given):
+        if given and self._is_token(given):
             return self._let_in(given)
         if not self._may():
             return self._refuse(HTTPStatus.FORBIDDEN)
@@ -161,22 +158,7 @@ class PageRequestHandler(BaseHTTPRequestHandler):
 
     # ---- access control ----
 
-    def _meant_for_us(self) -> bool:
-        """Return True if the Host header is allowed: without a token, only loopback names are.
-
-        This prevents DNS rebinding: a web page whose name resolves to this machine could read the run through a browser
-        on this machine.
-        """
-        if self.server.token is not None:
-            return True
-        try:
-            return is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or "")
-        except ValueError:
-            return False
-
     def _may(self) -> bool:
-        if self.server.token is None:
-            return True
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(given.strip()):
             return True
@@ -190,8 +172,7 @@ class PageRequestHandler(BaseHTTPRequestHandler):
         return found.value if found is not None else ""
 
     def _is_token(self, given: str) -> bool:
-        token = self.server.token or ""
-        return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self.server.token.encode())
 
     def _let_in(self, token: str) -> None:
         """Move the token from the link to a cookie that scripts cannot read, and redirect to an address without it."""
@@ -221,7 +202,6 @@ class PageRequestHandler(BaseHTTPRequestHandler):
         words = {
             HTTPStatus.FORBIDDEN: "the token is missing or wrong: use the link that 'echelon watch' has printed",
             HTTPStatus.METHOD_NOT_ALLOWED: "only GET",
-            HTTPStatus.MISDIRECTED_REQUEST: "ask for localhost",
         }
         body = f"{words.get(status, status.phrase.lower())}\n".encode()
         more = {"Allow": "GET"} if status is HTTPStatus.METHOD_NOT_ALLOWED else {}
@@ -232,21 +212,13 @@ class PageRequestHandler(BaseHTTPRequestHandler):
         """Log nothing: the console does not show requests."""
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def open_server(directory: Path, host: str, port: int) -> PageServer:
-    """Return a server that listens but does not answer yet; addresses other than loopback get a token.
+    """Return a server that listens but does not answer yet, with a new token.
 
     Raises ``UsageError`` if the server cannot listen there.
     """
-    token = None if is_loopback(host) else secrets.token_urlsafe(24)
     try:
-        return PageServer(host, port, PageCache(directory), token)
+        return PageServer(host, port, PageCache(directory), secrets.token_urlsafe(24))
     except OSError as error:
         said = error.strerror or str(error)
         raise UsageError(
@@ -257,9 +229,8 @@ def open_server(directory: Path, host: str, port: int) -> PageServer:
 
 
 def link(server: PageServer, host: str) -> str:
-    """Return the URL to open in a browser, with the token if there is one."""
+    """Return the URL to open in a browser, with the token."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     shown = f"[{host}]" if ":" in host else host
-    token = f"?token={server.token}" if server.token is not None else ""
-    return f"http://{shown}:{server.port}/{token}"
+    return f"http://{shown}:{server.port}/?token={server.token}"
