@@ -7,7 +7,7 @@ from pathlib import Path
 
 import made_up_runs as made_up
 import pytest
-from browser import BROWSER, Browser
+from browser import BROWSER, TOO_PALE, Browser
 from made_up_runs import BEGAN, append, loss_at, metrics
 from test_report_server import serving
 
@@ -18,27 +18,6 @@ from echelon.tools.report.run_page import render
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium; ECHELON_CHROMIUM names one")
 
 LOSS = "#chart-loss .canvas"
-#: Texts that are too near to their ground: tag, class, beginning, ratio.
-TOO_PALE = """(() => {
-  const parts = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
-  const linear = c => c <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
-  const ground = each => {
-    for (; each; each = each.parentElement) {
-      const [r, g, b, a = 1] = parts(getComputedStyle(each).backgroundColor);
-      if (a > 0) return [r, g, b];
-    }
-    return [255, 255, 255];
-  };
-  const speaks = each => [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim());
-  const seen = [...document.querySelectorAll("main *, header *, footer *")]
-    .filter(each => !each.closest("svg, script") && speaks(each) && each.checkVisibility());
-  return seen.flatMap(each => {
-    const pair = [light(parts(getComputedStyle(each).color)), light(ground(each))].sort((a, b) => b - a);
-    const ratio = (pair[0] + .05) / (pair[1] + .05);
-    return ratio < 4.5 ? [[each.tagName, each.className, each.textContent.slice(0, 20), ratio]] : [];
-  });
-})()"""
 READ = "document.querySelector('#chart-loss .readout').innerText.replaceAll(/\\s+/g, ' ').trim()"
 
 
