@@ -28,6 +28,7 @@ TOO_WIDE = """(async pages => {
     const place = document.querySelector(".md-content__inner");
     for (const image of article.querySelectorAll("img")) image.src = new URL(image.getAttribute("src"), page).href;
     place.replaceChildren(...article.childNodes);
+    for (const each of place.querySelectorAll("details")) each.open = true;
     const lost = image => found.push([page, "IMG", image.src]);
     await Promise.all([...place.querySelectorAll("img")].map(image => image.decode().catch(() => lost(image))));
     const frame = place.getBoundingClientRect();

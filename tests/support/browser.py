@@ -37,19 +37,14 @@ TOO_PALE = """(() => {
   const parts = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
   const linear = c => c <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
   const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
-  const ground = each => {
-    for (; each; each = each.parentElement) {
-      const [r, g, b, a = 1] = parts(getComputedStyle(each).backgroundColor);
-      if (a > 0) return [r, g, b];
-    }
-    return [255, 255, 255];
-  };
+  const over = ([r, g, b, a = 1], below) => [r, g, b].map((value, at) => a * value + (1 - a) * below[at]);
+  const ground = each => each === null ? [255, 255, 255]
+    : over(parts(getComputedStyle(each).backgroundColor), ground(each.parentElement));
   const speaks = each => [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim());
   const seen = [...document.querySelectorAll("main *, header *, footer *")]
     .filter(each => !each.closest("svg, script") && speaks(each) && each.checkVisibility());
   return seen.flatMap(each => {
-    const [behind, [r, g, b, a = 1]] = [ground(each), parts(getComputedStyle(each).color)];
-    const seen = [r, g, b].map((value, at) => a * value + (1 - a) * behind[at]);
+    const behind = ground(each), seen = over(parts(getComputedStyle(each).color), behind);
     const pair = [light(seen), light(behind)].sort((a, b) => b - a);
     const ratio = (pair[0] + .05) / (pair[1] + .05);
     return ratio < 4.5 ? [[each.tagName, each.className, each.textContent.slice(0, 20), ratio]] : [];
