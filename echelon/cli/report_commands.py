@@ -22,14 +22,21 @@ def timeline(
 
 
 def report(
-    directory: LogDirectory = "log",
+    directories: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR...", help="Log directory of a run, of several, or a directory of runs.", show_default="log"
+        ),
+    ] = None,
     *,
     out: Annotated[str | None, typer.Option(help="The page to write.", show_default="DIR/report.html")] = None,
 ) -> None:
-    """Make one page of a run: curves, plan, time, memory, ranks, settings and events."""
+    """Make one page of a run, a comparison of several runs, or an index of a directory of runs."""
+    from echelon.cli.commands.report import compare
     from echelon.cli.commands.report import report as write
 
-    say(f"{write(directory, out)} written", stdout=True)
+    first, *more = directories or ["log"]
+    say(f"{compare([first, *more], out) if more else write(first, out)} written", stdout=True)
 
 
 def watch(

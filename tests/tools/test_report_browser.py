@@ -11,6 +11,7 @@ from browser import BROWSER, TOO_PALE, Browser
 from made_up_runs import BEGAN, append, loss_at, metrics
 from test_report_server import serving
 
+from echelon.cli.commands.report import report
 from echelon.tools.report.figures.curves import SIDE
 from echelon.tools.report.run_files import gather
 from echelon.tools.report.run_page import render
@@ -186,3 +187,29 @@ def test_contrast_of_text_is_enough_in_light_and_dark(opened: Browser) -> None:
         opened.colours(scheme)
         assert opened.ask(TOO_PALE) == [], scheme
     opened.colours("light")
+
+
+def test_pages_of_runs_and_of_a_failure_are_readable(browser: Browser, tmp_path: Path) -> None:
+    """A comparison and the page of a failed run fit the window, have enough contrast and answer to keys."""
+    made_up.write(tmp_path / "one", last=100, optimizer="SGD(lr=0.1)")
+    made_up.write(tmp_path / "two", last=200, optimizer="SGD(lr=0.2)")
+    failure = {"time": BEGAN + 99, "kind": "failed", "rank": 1, "text": "rank 1 of 2 raised ValueError: odd"}
+    trace = "Traceback\n" + "  a line that is longer than a telephone is wide, and does not end soon\n" * 9
+    append(tmp_path / "two" / "events.jsonl", [failure | {"step": 7, "log": "log/rank-1.log", "traceback": trace}])
+    index = report(str(tmp_path), None)
+    browser.complaints.clear()
+    for path in (index, tmp_path / "two" / "report.html"):
+        browser.requests.clear()
+        browser.open(path.as_uri())
+        for scheme, width in (("light", 1280), ("dark", 390)):
+            browser.colours(scheme)
+            browser.resize(width, 900)
+            assert browser.ask(TOO_PALE) == [], (path.name, scheme)
+            assert browser.ask("document.documentElement.scrollWidth - innerWidth") <= 0, (path.name, width)
+        browser.colours("light")
+        browser.ask("document.querySelector('figure.chart .canvas').focus()")
+        for kind in ("keyDown", "keyUp"):
+            browser.call("Input.dispatchKeyEvent", type=kind, key="Home")
+        assert browser.ask("document.querySelector('figure.chart .readout').textContent").startswith("step 10 ")
+        assert set(browser.requests) == {path.as_uri()}
+    assert browser.complaints == []

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_up_runs import append, metrics
+from made_up_runs import append, metrics, spans
 
 from echelon.base.errors import UsageError
 from echelon.tools.report.page_server import MOST_CALLERS, PageCache, PageServer, link, open_server
@@ -122,9 +122,28 @@ def test_only_get_is_answered(directory: Path, method: str) -> None:
     assert body in ("only GET\n", "")
 
 
+def test_the_trace_is_served_beside_the_page(directory: Path) -> None:
+    (directory / "run.json").unlink(missing_ok=True)
+    append(directory / "timeline" / "rank-0.jsonl", spans(0))
+    (directory / "timeline" / "trace.json.gz").write_bytes(b"packed")
+    with serving(directory) as server:
+        assert 'href="trace.json.gz"' in ask(server)[2]
+        status, headers, body = ask(server, "/trace.json.gz")
+    assert (status, headers["Content-Type"], body) == (200, "application/gzip", "packed")
+
+
 def test_there_are_no_other_files(directory: Path) -> None:
     paths = ["/secret.txt", "/metrics.jsonl", "/../secret.txt", "/../../../../etc/passwd", "/%2e%2e/secret.txt", "/./"]
-    paths += ["//secret.txt", "/..%2fsecret.txt", "/..\\secret.txt", "/%00", "/report.html", "/;/../", "/a" * 2000]
+    paths += [
+        "//secret.txt",
+        "/..%2fsecret.txt",
+        "/..\\secret.txt",
+        "/%00",
+        "/report.html",
+        "/trace.json.gz",
+        "/;/../",
+        "/a" * 2000,
+    ]
     with serving(directory) as server:
         for path in paths:
             answer = send(server, f"GET {path} HTTP/1.1\r\nAuthorization: Bearer a-token\r\n\r\n".encode())

@@ -54,10 +54,7 @@ def _view(report: PlanReport) -> dict[str, Any]:
         "memory_table": plan_tables.memory(choice),
         "plans": plan_tables.plans(report),
         "contents": plan_tables.contents(report.stages),
-        "bars": {
-            "sensitivities": change_bars([remark for remark in report.sensitivities if remark.against is not None]),
-            "approximate": change_bars([remark for remark in report.approximate if remark.against is not None]),
-        },
+        "bars": _change_bars(sensitivities=report.sensitivities, approximate=report.approximate),
         "line": line(report.sizes, report.machines.devices),
         "sizes": plan_tables.sizes(report.sizes, report.batch),
     }
@@ -120,9 +117,18 @@ class ChangeBar:
     width: float
 
 
-def change_bars(remarks: Sequence[PlanAlternative]) -> list[ChangeBar]:
-    """Return one bar per alternative: left of the middle if it is faster, right of the middle if it is slower."""
-    most = max([abs(remark.against or 0.0) for remark in remarks] + [0.05])
+def _change_bars(**figures: Sequence[PlanAlternative]) -> dict[str, list[ChangeBar]]:
+    """Return the bars of each figure on one scale, so that bars of different figures can be compared."""
+    there = {name: [each for each in remarks if each.against is not None] for name, remarks in figures.items()}
+    most = max([abs(each.against or 0.0) for remarks in there.values() for each in remarks] + [0.05])
+    return {name: change_bars(remarks, most) for name, remarks in there.items()}
+
+
+def change_bars(remarks: Sequence[PlanAlternative], most: float) -> list[ChangeBar]:
+    """Return one bar per alternative: left of the middle if it is faster, right of the middle if it is slower.
+
+    most: change whose bar is half as wide as the figure
+    """
     found = []
     for remark in remarks:
         width = 50 * abs(remark.against or 0.0) / most

@@ -1,7 +1,7 @@
 """``echelon watch``: serves the page of a run over HTTP, and renders it again when the run has written something.
 
-Only one path is served, so path traversal is impossible. Clients must know the token, on this machine too, which other
-users may share; a client sends it once in a link, and in a cookie from then on.
+Two addresses are served, the page and its trace, so path traversal is impossible. Clients must know the token, on this
+machine too, which other users may share; a client sends it once in a link, and in a cookie from then on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from echelon.base.errors import UsageError
 from echelon.tools.report.run_files import gather, signature
-from echelon.tools.report.run_page import render
+from echelon.tools.report.run_page import TRACE_ADDRESS, render
 
 #: Seconds between two refreshes of a page; seconds after which it is rendered again although no file has changed.
 EVERY, STALE = 2.0, 20.0
@@ -43,10 +43,14 @@ GUARDS = {
 
 
 class PageCache:
-    """The page of one directory and its ETag; one thread at a time renders it."""
+    """The page of one directory and its ETag; one thread at a time renders it.
+
+    trace: merged trace of the page that was rendered last; None without one
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
+        self.trace: Path | None = None
         self._seen: object = None
         self._due, self._page, self._tag = 0.0, b"", ""
 
@@ -58,7 +62,9 @@ class PageCache:
         with self._lock:
             seen, begun = signature(self._directory), time.monotonic()
             if (seen != self._seen and begun >= self._due) or begun >= self._due + STALE:
-                self._page = render(gather(self._directory), time.time(), live=EVERY).encode()
+                gathered = gather(self._directory)
+                self._page = render(gathered, time.time(), live=EVERY).encode()
+                self.trace = gathered.trace
                 self._tag = f'"{hashlib.sha256(self._page).hexdigest()[:32]}"'
                 ended = time.monotonic()
                 self._seen, self._due = seen, ended + 4 * (ended - begun)
@@ -146,6 +152,8 @@ class PageRequestHandler(BaseHTTPRequestHandler):
             return self._let_in(given)
         if not self._may():
             return self._refuse(HTTPStatus.FORBIDDEN)
+        if asked.path == f"/{TRACE_ADDRESS}":
+            return self._trace()
         if asked.path != "/":
             return self._refuse(HTTPStatus.NOT_FOUND)
         return self._page()
@@ -155,6 +163,16 @@ class PageRequestHandler(BaseHTTPRequestHandler):
         if self.headers.get("If-None-Match") == tag:
             return self._answer(HTTPStatus.NOT_MODIFIED, b"", ETag=tag)
         return self._answer(HTTPStatus.OK, page, ETag=tag, **{"Content-Type": "text/html; charset=utf-8"})
+
+    def _trace(self) -> None:
+        trace = self.server.pages.trace
+        try:
+            content = trace.read_bytes() if trace is not None else b""
+        except OSError:
+            content = b""
+        if not content:
+            return self._refuse(HTTPStatus.NOT_FOUND)
+        return self._answer(HTTPStatus.OK, content, **{"Content-Type": "application/gzip"})
 
     # ---- access control ----
 

@@ -25,11 +25,13 @@ class RunFiles:
 
     spans:   timeline of each rank, with successive kernels of one phase joined
     summary: figures of ``echelon timeline``
+    trace:   merged trace for Perfetto; None without one
     """
 
     run: Run
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     summary: JSON = field(default_factory=dict)
+    trace: Path | None = None
 
 
 def gather(directory: Path) -> RunFiles:
@@ -42,7 +44,8 @@ def gather(directory: Path) -> RunFiles:
         return RunFiles(run)
     if run.facts is not None and (trace_files.recorded_at(folder) or run.facts.began) < run.facts.began:
         return RunFiles(run)  # the timeline is of an earlier run in the same directory
-    return RunFiles(run, _spans(folder), _summary(folder))
+    trace = folder / trace_files.TRACE
+    return RunFiles(run, _spans(folder), _summary(folder), trace if trace.is_file() else None)
 
 
 def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from echelon.base import formatting
 from echelon.observability.runlog.step_phases import BETWEEN, PHASES
@@ -29,18 +31,45 @@ from echelon.tools.report.sections import (
 )
 from echelon.tools.report.sections.html_table import sampled
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 HERE = Path(__file__).parent
+#: Address of the trace on a served page.
+TRACE_ADDRESS = "trace.json.gz"
 
 
-def render(gathered: RunFiles, now: float, live: float | None = None) -> str:
+def render(gathered: RunFiles, now: float, live: float | None = None, out: Path | None = None) -> str:
     """Render the page as HTML text.
 
     now:  current time, in seconds since the epoch
     live: seconds between two refreshes of the page; default None: no refresh
+    out:  file of the page, from which links lead to the trace; default: report.html in the run's directory
     """
+    view = _view(gathered, now, live) | page_script(live is not None)
+    return page_environment().get_template("page.html.j2").render(**view, trace=_trace(gathered, live, out))
+
+
+def page_environment() -> Environment:
+    """Return the environment of the pages of runs."""
     found = templates(HERE)
     found.filters.update(kind=_kind, figure=figure)
-    return found.get_template("page.html.j2").render(**_view(gathered, now, live))
+    return found
+
+
+def page_script(live: bool) -> dict[str, Any]:
+    """Return the script of a page and the policy that allows it, for the template."""
+    from markupsafe import Markup
+
+    script = script_text()
+    return {"script": Markup(script), "policy": policy(script, live)}  # the script contains no data of a run
+
+
+def _trace(gathered: RunFiles, live: float | None, out: Path | None) -> str | None:
+    """Return the address of the trace, relative to the page; None without a trace."""
+    if gathered.trace is None or live is not None:
+        return None if gathered.trace is None else TRACE_ADDRESS
+    return quote(os.path.relpath(gathered.trace, out.parent if out is not None else gathered.run.directory))
 
 
 def _kind(name: str) -> str:
@@ -66,15 +95,11 @@ def script_text() -> str:
 
 
 def _view(gathered: RunFiles, now: float, live: float | None) -> dict[str, Any]:
-    from markupsafe import Markup
-
-    run, script = gathered.run, script_text()
+    run = gathered.run
     view: dict[str, Any] = {
         "directory": str(run.directory),
         "made": overview.moment(now),
         "live": live,
-        "script": Markup(script),  # not escaped: the script contains no data of the run
-        "policy": policy(script, live is not None),
         "head": overview.overview(gathered, now),
         "empty": run.empty,
         "sampled": sampled,
