@@ -27,7 +27,7 @@ from simulated_job import FewBuckets, JobShape, SimulatedJob, is_named
 from simulated_network import SimulatedConnection, SimulatedNetwork, SimulatedPort, connect_network
 
 from echelon.base import directory_lock
-from echelon.parameter_server.protocol import channel, connection
+from echelon.parameter_server.protocol import channel
 from echelon.parameter_server.server import process as server_process
 from echelon.parameter_server.server import state as server_state
 from echelon.parameter_server.server import worker_arrivals
@@ -383,10 +383,9 @@ class TraceStream(io.TextIOBase):
 def simulated_servers() -> contextlib.AbstractContextManager[None]:
     """Put the simulated system and network in place inside the context, for any number of lives."""
     return simulated_system(
-        (channel, "FlightConnection", channel.FlightConnection, SimulatedConnection),
-        (channel, "explain_tls_rejection", channel.explain_tls_rejection, lambda *_: None),
-        (connection, "_accepts", connection._accepts, lambda _: False),
-        (server_process, "FlightServer", server_process.FlightServer, SimulatedPort),
+        (channel, "ServerConnection", channel.ServerConnection, SimulatedConnection),
+        (channel, "explain_missing_tls", channel.explain_missing_tls, lambda *_: None),
+        (server_process, "ServerPort", server_process.ServerPort, SimulatedPort),
         (server_state, "ServerStore", server_state.ServerStore, FewBuckets),
         (server_process, "LOOK", server_process.LOOK, 0.5),
         (worker_arrivals, "_accepts", worker_arrivals._accepts, lambda _: False),

@@ -1,6 +1,6 @@
 """A network in which connections break before or after a message, links are cut one way, and messages come late.
 
-``SimulatedPort`` takes the place of ``FlightServer``, ``SimulatedConnection`` that of ``FlightConnection``. A stream
+``SimulatedPort`` takes the place of ``ServerPort``, ``SimulatedConnection`` that of ``ServerConnection``. A stream
 keeps the order of its messages, as TCP does. What a broken connection had under way may still arrive, so that a server
 sees a request a second time, or an old one after its client has connected again.
 """
@@ -8,20 +8,17 @@ sees a request a second time, or an old one after its client has connected again
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 from collections.abc import Callable
 from typing import Any
 
-import pyarrow as pa
-from pyarrow import flight
 from scheduler import Scheduler, SimulatedProcess, Task, active
 
 from echelon.base.errors import UsageError
-from echelon.parameter_server.protocol.arrow_wire import SCHEMA, from_batch
 from echelon.parameter_server.protocol.connection import ServerConnectionLost
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.server.flight_server import _Streams
+from echelon.parameter_server.protocol.message_wire import PackedMessage, ReceivedMessage, receive
+from echelon.parameter_server.server.server_port import answer_request
 
 Endpoint = str
 
@@ -91,15 +88,8 @@ class SimulatedPort:
             raise UsageError(f"cannot listen on {endpoint} (Address already in use)")
         self.network.ports[endpoint] = self
         self.network.reset_half_open(endpoint)
-        self.frames = _Streams(handler, 1024)
-
-    @property
-    def streams(self) -> int:
-        return self.frames.open
-
-    @property
-    def traffic(self) -> tuple[int, int]:
-        return self.frames.bytes_in, self.frames.bytes_out
+        self.handler, self.streams = handler, 0
+        self.traffic = (0, 0)
 
     def close(self, patience: float = 1.0) -> bool:
         if self.network.ports.get(self.endpoint) is self:
@@ -122,67 +112,50 @@ class SimulatedConnection:
 
     # ---- the client's side ----
 
-    def act(self, name: str, head: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Send a small request outside the stream."""
-        scheduler, network = active(), self.network
-        until = scheduler.now + timeout
-        port = self._reach(timeout)
-        scheduler.sleep(network.latency())
-        answers: list[bytes] = []
-        waiting: list[tuple[Task, int]] = []
-
-        def handle() -> None:
-            answer = port.frames.act(name, json.dumps(head).encode(), lambda: False)
-            if network.passes(port.process, self.process):
-                answers.append(answer)
-                scheduler.wake(waiting)
-
-        if network.passes(self.process, port.process) and not port.process.dead:
-            scheduler.spawn(port.process, handle, f"action {name}")
-        if not answers:
-            scheduler.block(waiting, max(0.0, until - scheduler.now))
-        if not answers:
-            raise flight.FlightTimedOutError("Deadline Exceeded")
-        scheduler.sleep(network.latency())
-        found: dict[str, Any] = json.loads(answers[0])
-        return found
+    def ask(self, frame: WireMessage, seconds: float) -> WireMessage:
+        """Send a request on a connection of its own and return the answer, or raise ``TimeoutError``."""
+        self.write(PackedMessage.of(frame))
+        return self.read(active().now + seconds)
 
     def _reach(self, timeout: float) -> SimulatedPort:
         """Return the server's port. Raises the error of a connection that is refused or gets no answer."""
         scheduler, port = active(), self.network.ports.get(self.endpoint)
         if port is not None and not self.network.passes(self.process, port.process):
             scheduler.sleep(timeout)
-            raise flight.FlightTimedOutError("Deadline Exceeded")
+            raise TimeoutError("timed out")
         if port is None or port.process.dead:
             scheduler.sleep(self.network.latency())
-            raise flight.FlightUnavailableError("Connection refused")
+            raise ConnectionRefusedError("Connection refused")
         return port
 
-    def open(self) -> None:
-        port = self._reach(1.0)
+    def open(self, seconds: float) -> None:
+        port = self._reach(seconds)
+        active().sleep(self.network.latency())
         self.server = port.process
         active().spawn(port.process, lambda: self._serve(port), "stream")
 
-    def write(self, batch: Any) -> None:
+    def write(self, message: PackedMessage) -> None:
         if self._is_gone():
             raise OSError("Socket closed: the connection broke")
-        copy = pa.ipc.read_record_batch(batch.serialize(), SCHEMA)  # the caller may change its arrays after an answer
+        copy = _carried(message)  # the caller may change its arrays after an answer
         self._requests.append((active().now + self.network.latency(), copy))
         if self.network.rng.random() < self.network.breaks:
             self.break_down()
             raise OSError("Socket closed: the connection broke")
         active().wake(self._server_waits)
 
-    def read(self) -> WireMessage:
+    def read(self, until: float | None = None) -> WireMessage:
         while not self._answers:
             self._check()
-            active().block(self._client_waits)
-        due, batch = self._answers.pop(0)
+            if until is not None and active().now >= until:
+                raise TimeoutError("timed out")
+            active().block(self._client_waits, None if until is None else until - active().now)
+        due, answer = self._answers.pop(0)
         self._sleep_until(due)
         if self.network.rng.random() < self.network.breaks:
             self.break_down()
         self._check()
-        return from_batch(batch)
+        return answer.unpacked()
 
     def _check(self) -> None:
         if self._hung_up or self._broken:
@@ -211,22 +184,28 @@ class SimulatedConnection:
     # ---- the server's side ----
 
     def _serve(self, port: SimulatedPort) -> None:
-        with port.frames.place():
-            while True:
-                while not self._requests:
-                    if self._broken or self._hung_up:
-                        return
-                    active().block(self._server_waits)
-                if not self.network.passes(self.process, port.process):
-                    active().sleep(0.5)
-                    continue
-                due, batch = self._requests.pop(0)
-                self._sleep_until(due)
-                answer = port.frames.answer(batch, self._is_gone)
-                while not self.network.passes(port.process, self.process) and not self._is_gone():
-                    active().sleep(0.5)
-                self._answers.append((active().now + self.network.latency(), answer))
-                active().wake(self._client_waits)
+        port.streams += 1
+        try:
+            self._answer_all(port)
+        finally:
+            port.streams -= 1
+
+    def _answer_all(self, port: SimulatedPort) -> None:
+        while True:
+            while not self._requests:
+                if self._broken or self._hung_up:
+                    return
+                active().block(self._server_waits)
+            if not self.network.passes(self.process, port.process):
+                active().sleep(0.5)
+                continue
+            due, request = self._requests.pop(0)
+            self._sleep_until(due)
+            answer = answer_request(port.handler, request, self._is_gone)
+            while not self.network.passes(port.process, self.process) and not self._is_gone():
+                active().sleep(0.5)
+            self._answers.append((active().now + self.network.latency(), _carried(answer)))
+            active().wake(self._client_waits)
 
     def _is_gone(self) -> bool:
         return self._broken or self._hung_up
@@ -234,3 +213,21 @@ class SimulatedConnection:
     def _sleep_until(self, due: float) -> None:
         if due > active().now:
             active().sleep(due - active().now)
+
+
+class _Carried:
+    """The bytes of a message, as a stream has them."""
+
+    def __init__(self, message: PackedMessage) -> None:
+        self._left = memoryview(b"".join(bytes(buffer) for buffer in message.buffers))
+
+    def receive_into(self, buffers: list[Any]) -> None:
+        for buffer in buffers:
+            size = memoryview(buffer).nbytes
+            memoryview(buffer).cast("B")[:] = self._left[:size]
+            self._left = self._left[size:]
+
+
+def _carried(message: PackedMessage) -> ReceivedMessage:
+    stream: Any = _Carried(message)
+    return receive(stream)

@@ -134,7 +134,8 @@ def explain(error: BaseException) -> str:
 
 def explain_missing_tls(error: BaseException, endpoint: str, security: Security) -> str | None:
     """Return an explanation if a server hangs up on a client without TLS because it speaks TLS; else None."""
-    if security.authority is not None or not isinstance(error, HandshakeError | ConnectionError):
+    hung_up = isinstance(error, HandshakeError | StreamEndedError | ConnectionResetError | BrokenPipeError)
+    if security.authority is not None or not hung_up:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

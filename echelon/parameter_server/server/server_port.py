@@ -138,22 +138,23 @@ class ServerPort:
                 message_wire.send(stream, _failure(str(error)))
                 return
             size = request.nbytes
-            answer = self._answer(request, stream.has_ended)
+            answer = answer_request(self._handler, request, stream.has_ended)
             del request  # a client that reads its answer slowly must not hold the request's memory as well
             with self._lock:
                 self._in += size
                 self._out += answer.nbytes
             message_wire.send(stream, answer)
 
-    def _answer(self, request: ReceivedMessage, gone: Callable[[], bool]) -> PackedMessage:
-        """Return the answer to a request; an exception in the handler becomes an answer, too."""
-        try:
-            return PackedMessage.of(self._handler(request.unpacked(), gone))
-        except EchelonError as error:
-            return _failure(one_line(error), lost=isinstance(error, PeerLost))
-        except Exception as error:
-            log.exception("a request failed")
-            return _failure(f"the server failed with {type(error).__name__}: {one_line(error)}")
+
+def answer_request(handler: Handler, request: ReceivedMessage, gone: Callable[[], bool]) -> PackedMessage:
+    """Return the answer to a request; an exception in the handler becomes an answer, too."""
+    try:
+        return PackedMessage.of(handler(request.unpacked(), gone))
+    except EchelonError as error:
+        return _failure(one_line(error), lost=isinstance(error, PeerLost))
+    except Exception as error:
+        log.exception("a request failed")
+        return _failure(f"the server failed with {type(error).__name__}: {one_line(error)}")
 
 
 def _failure(line: str, **more: Any) -> PackedMessage:
