@@ -35,7 +35,7 @@ def google_style(text: str, names: Iterable[str]) -> str:
         rest = [line for place, line in enumerate(lines) if not _belongs(lines, place, known)]
         listed = [f"    {name}: {about}" for name, about in described.items()]
         lines = [*rest[:first], "Args:", *listed, "", *rest[first:]]
-    text = re.sub(r"\bdocs/(\w+)\.md\b", r"[\1.md](../\1.html)", "\n".join(lines))
+    text = re.sub(r"\bdocs/(\w+)\.md\b", r"[\1.md](../\1.md)", "\n".join(lines))
     return EXAMPLE.sub(_fenced, text)
 
 

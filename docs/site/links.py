@@ -11,7 +11,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
-SOURCE = {".py", ".yaml", ".yml", ".toml", ".txt"}  # browsers show these as text under a name that ends in .txt
+SOURCE = {".md", ".py", ".yaml", ".yml", ".toml", ".txt"}  # browsers show these as text under a name that ends in .txt
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any, **_: Any) -> str:
