@@ -21,6 +21,9 @@ BLUR = 0.02
 #: Steps of the first approach: largest number, spreads for a slope, largest step, error below which all are alike, and
 #: the gain that is not worth another step.
 ROUNDS, STEP, FURTHEST, SMALL, ENOUGH = 12, 0.05, 1.5, 0.01, 2e-4
+#: Spreads by which each constant alone is moved to begin with: where the larger of two costs counts, the smaller one
+#: has no slope, and the approach would end there.
+AWAY = 2.5
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ def fit(
         errors = float(np.abs(foretold - seen).mean())
         return errors + regret(foretold, seen, rivals) + PRIOR * float((point**2).sum())
 
-    start = approach(lambda point: np.log(predict(values(point))) - seen, len(names), ROUNDS)
+    away = AWAY * np.eye(len(names))
+    begin = min([np.zeros(len(names)), *away, *-away], key=loss)
+    start = approach(lambda point: np.log(predict(values(point))) - seen, begin, ROUNDS)
     return values(minimize(loss, start, steps, width=0.15))
 
 
@@ -90,14 +95,14 @@ def regret(foretold: Vector, seen: Vector, rivals: Sequence[Sequence[int]]) -> f
     return total / len(rivals)
 
 
-def approach(errors: Callable[[Vector], Vector], size: int, rounds: int) -> Vector:
+def approach(errors: Callable[[Vector], Vector], begin: Vector, rounds: int) -> Vector:
     """Minimize the mean absolute error and the prior by damped Gauss-Newton steps on reweighted squares.
 
     errors: logarithms of predicted over measured at a point, which is in units of the constants' spreads
-    size:   number of constants
+    begin:  the point to begin at
     rounds: largest number of steps
     """
-    point, damping = np.zeros(size), 1.0
+    point, damping, size = begin, 1.0, len(begin)
     now = errors(point)
     for _ in range(rounds):
         slopes = np.stack([(errors(point + STEP * axis) - now) / STEP for axis in np.eye(size)], axis=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ LLAMA = {
 }
 LLAMA_VOCABULARY = 128256
 BEFORE_FLASH = ("a100", "v100", "p100", "t4")  # of published runs on these, none has fused attention
+#: Network of a host by a word in a table's name, where it is not the usual one of its devices.
+NETWORKS = {"a100_multi_node": "4x200Gb", "vtrain": "4x200Gb"}
 UNPADDED = 50257  # GPT-2's vocabulary, which Megatron-LM pads to 51,200 for splits
 
 
@@ -43,6 +46,7 @@ class Row:
 
     recompute: none, selective, full, or "" where the table does not say
     seconds:   of a step
+    network:   of a host, as ``Cluster.parse`` takes it; "": the usual one of the device
     open_micro, open_chunks: True if the table does not say the micro-batch, or the stages of a rank
     """
 
@@ -65,6 +69,7 @@ class Row:
     loss_compiled: bool = False
     name: str = ""
     options: RunOptions = RunOptions()
+    network: str = ""
     open_micro: bool = False
     open_chunks: bool = False
 
@@ -103,16 +108,19 @@ NAMES = {
     "overlap": ("overlap", "overlap_grad_reduce"),
     "shard": ("distributed_optimizer", "dist_opt", "shard"),
     "tp_overlap": ("tp_overlap", "tp_comm_overlap"),
+    "network": ("network", "network_gbps", "network_gb_s", "host_network_gbps"),
     "tflops": ("tflops_per_gpu", "tflops", "tflop_s_per_gpu"),
     "tps": ("tps_per_gpu", "tokens_per_s_per_gpu", "tps"),
     "mfu": ("mfu", "mfu_pct", "mfu_percent"),
 }
-#: Names of a column of seconds, or with "ms" of milliseconds.
-SECONDS = ("step_s", "step_time_s", "iteration_time_s", "iter_time_s", "s_per_iter", "s_per_step", "seconds")
-SECONDS = (*SECONDS, "step_time", "iteration_time", "iteration_s", "time_per_step_s", "sec_per_iter")
-MILLISECONDS = ("step_ms", "step_time_ms", "iteration_time_ms", "iter_time_ms", "ms_per_iter", "ms_per_step")
-#: First words of a column of seconds of one way to recompute, as ``full_recompute_s`` and ``selective_s``.
-WAYS = {"full": "full", "selective": "selective", "present": "selective", "no": "none", "none": "none"}
+#: Words of a column of a step's time, such as ``step_s``, ``iteration_time_ms``, ``s_per_iter`` and ``step_time``.
+UNITS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "millis": 1e-3}
+STEP, TIME = {"step", "iter", "iteration"}, {"time", "elapsed", "duration", "measured"}
+OF_OTHERS = {"total", "training", "train", "forward", "backward"}
+#: Words of a column of the time under one way to recompute, such as ``full_recompute_s`` and ``selective``.
+WAYS = {"selective": "selective", "present": "selective", "no": "none", "none": "none", "without": "none"}
+WAYS = {**WAYS, "full": "full"}
+BESIDE = {"recompute", "recomputation", "activation", "checkpointing", "work", "sequence", "parallel", "per", "and"}
 RECOMPUTE = {"0": "none", "false": "none", "no": "none", "1": "full", "true": "full"}
 
 Cells = dict[str, str]
@@ -125,10 +133,11 @@ def read(path: Path) -> list[Row]:
             {_plain(key): (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)
         ]
     device = _device_in(path.stem)
+    network = next((network for word, network in NETWORKS.items() if word in path.stem.lower()), "")
     rows: list[Row] = []
     for cells in plain:
         if _has(cells, "hidden"):
-            rows += (_megatron(one, device) for one in _ways(cells, path))
+            rows += (_megatron(one, device, network) for one in _ways(cells, path))
         else:
             rows.append(_titan(cells, path))
     return rows
@@ -161,21 +170,58 @@ def _number(cells: Cells, what: str, usual: float) -> float:
 def _ways(cells: Cells, path: Path) -> list[Cells]:
     """Return the row once for every measurement in it, each with its ``recompute`` and seconds."""
     _require(cells, path)
-    found = []
-    for name, value in cells.items():
-        first, *others = name.split("_")
-        if first in WAYS and others and others[-1] in ("s", "ms", "seconds") and value.lower() not in EMPTY:
-            unit = "step_ms" if others[-1] == "ms" else "step_s"
-            found.append({**cells, "recompute": WAYS[first], unit: value})
-    return found or [cells]
+    ways = {name: way for name in cells if (way := _way(name)) and _is_time(cells[name])}
+    return [{**cells, "recompute": way, "step_s": str(_seconds(cells, [name]))} for name, way in ways.items()] or [
+        cells
+    ]
+
+
+def _way(name: str) -> str | None:
+    """Return the way to recompute whose time is in a column of this name, if any."""
+    words = name.split("_")
+    if not set(words) <= {*WAYS, *BESIDE, *UNITS, *STEP, *TIME}:
+        return None
+    return next((WAYS[word] for word in WAYS if word in words), None)
+
+
+def _is_time(value: str) -> bool:
+    """Return True for a number but 0 and 1, which are flags where a column has no unit."""
+    try:
+        return float(value) not in (0.0, 1.0)
+    except ValueError:
+        return False
+
+
+def _is_step_time(name: str) -> bool:
+    """Return True if a column of this name has the time of a step."""
+    first, *others = name.split("_")
+    words = {first, *others}
+    if words & OF_OTHERS or others[-2:-1] == ["per"] and others[-1] in UNITS:
+        return False
+    if others and others[-1] in UNITS:
+        return bool(words & (STEP | TIME))
+    return name == "seconds" or bool(words & STEP and (first in UNITS or words & TIME))
+
+
+def _seconds(cells: Cells, names: Iterable[str]) -> float:
+    """Return the time in the first of these columns that has one, in seconds; 0: none has."""
+    for name in names:
+        if cells[name].lower() not in EMPTY:
+            unit = next((UNITS[word] for word in reversed(name.split("_")) if word in UNITS), 1.0)
+            return float(cells[name]) * unit
+    return 0.0
 
 
 def _require(cells: Cells, path: Path) -> None:
     lacking = [what for what in ("layers", "hidden", "global_batch") if not _has(cells, what)]
     if not _has(cells, "gpus") and not all(_has(cells, what) for what in "tpd"):
         lacking.append("gpus (or t, p and d)")
-    timed = any(_has(cells, what) for what in ("tflops", "tps", "mfu")) or set(cells) & {*SECONDS, *MILLISECONDS}
-    if not timed and not any(name.split("_")[0] in WAYS and name.endswith("s") for name in cells):
+    timed = any(_has(cells, what) for what in ("tflops", "tps", "mfu"))
+    if (
+        not timed
+        and not any(map(_is_step_time, cells))
+        and not any(_way(name) and _is_time(cells[name]) for name in cells)
+    ):
         lacking.append("step_s (or step_ms, tflops_per_gpu, tps_per_gpu, mfu, full_recompute_s, selective_s)")
     if lacking:
         raise UnknownFormat(
@@ -183,7 +229,7 @@ def _require(cells: Cells, path: Path) -> None:
         )
 
 
-def _megatron(cells: Cells, device: str) -> Row:
+def _megatron(cells: Cells, device: str, network: str) -> Row:
     device = _text(cells, "device", device)
     old = normalize_device_name(device).startswith(BEFORE_FLASH)
     hidden = int(_number(cells, "hidden", 0))
@@ -214,9 +260,16 @@ def _megatron(cells: Cells, device: str) -> Row:
         name=cells.get("model", ""),
         shard=int(_number(cells, "shard", shape.flash) > 0),
         options=_options(cells, recompute),
+        network=_network(cells, network),
         open_micro=not _has(cells, "micro_batch"),
         open_chunks=not _has(cells, "virtual_stages") and shape.flash and stage > 1,
     )
+
+
+def _network(cells: Cells, usual: str) -> str:
+    """Return the network of a host, which a table gives as ``4x200Gb`` or as a number of Gb/s."""
+    written = _text(cells, "network", usual)
+    return f"{written}Gb" if written.replace(".", "", 1).isdigit() else written
 
 
 def _options(cells: Cells, recompute: str) -> RunOptions:
@@ -231,10 +284,9 @@ def _options(cells: Cells, recompute: str) -> RunOptions:
 
 def _gpt_seconds(cells: Cells, shape: Shape, gpus: int, batch: int, recompute: str, device: str) -> float:
     """Return a step's seconds; those of TFLOP/s by the formula they are published with (Narayanan et al. 2021)."""
-    for names, unit in ((MILLISECONDS, 1e-3), (SECONDS, 1.0)):
-        for name in names:
-            if cells.get(name, "").lower() not in EMPTY:
-                return float(cells[name]) * unit
+    given = ["step_s"] if cells.get("step_s") else [name for name in cells if _is_step_time(name)]
+    if seconds := _seconds(cells, given):
+        return seconds
     if _has(cells, "tps"):
         return batch * shape.sequence / gpus / _number(cells, "tps", 0)
     s, h = shape.sequence, shape.hidden

@@ -116,11 +116,11 @@ class Foretelling:
         return self.costs(row).predict(draft(row, full), simulate=simulate, memory=False).seconds
 
     def costs(self, row: Row) -> CostModel:
-        key = row.shape, row.device, row.gpus, row.float8, row.async_split, row.recompute, row.chunks > 1, row.options
+        key = row.shape, row.device, row.gpus, row.network, row.float8, row.async_split, row.recompute, row.options
         if key not in self._costs:
             figures = self.figures[system_of(row).name]
             system = as_run(figures.system, row)
-            machines = figures.calibration.on(cluster(row.device, row.gpus))
+            machines = figures.calibration.on(cluster(row.device, row.gpus, row.network))
             costs = CostModel(published(row.shape), machines, system)
             if not row.shape.llama:
                 costs.units.share(self._units.setdefault((row.device, system.name), {}))
@@ -142,9 +142,10 @@ def completions(row: Row) -> Iterator[Row]:
                 yield dataclasses.replace(row, micro_batches=count, chunks=chunk)
 
 
-def cluster(device: str, gpus: int) -> Cluster:
+def cluster(device: str, gpus: int, network: str = "") -> Cluster:
     hosts = -(-gpus // ON_HOST)
-    return Cluster.parse(f"{hosts}x{min(ON_HOST, gpus)}x{kind_named(device).device.name}", bench=False)
+    written = f"{hosts}x{min(ON_HOST, gpus)}x{kind_named(device).device.name}"
+    return Cluster.parse(f"{written}@{network}" if network else written, bench=False)
 
 
 def system_of(row: Row) -> System:
@@ -165,7 +166,6 @@ def as_run(system: System, row: Row) -> System:
     return dataclasses.replace(
         system,
         replayed=(0.0 if row.shape.flash else SELECTIVE) if selective else 1.0,
-        scatters_edges=row.chunks > 1,
         **{name: value for name, value in said.items() if value is not None},
     )
 

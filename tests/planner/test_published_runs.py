@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 
+from benchmarks.planner.fit_constants import FittedConstant, fit
 from benchmarks.planner.planner_truth import MEGATRON, MULTI, SINGLE, a_quarter, judge, with_recompute
 from benchmarks.planner.planner_truth_models import PublishedModel, Shape
 from benchmarks.planner.planner_truth_rows import Row, UnknownFormat, read
-from benchmarks.planner.planner_truth_systems import Foretelling, completions, draft, system_of
+from benchmarks.planner.planner_truth_systems import Foretelling, cluster, completions, draft, system_of
 from echelon.planner.profiling.builders import gpt
 
 DATA = Path(os.environ.get("ECHELON_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "planner"
@@ -40,11 +42,33 @@ def test_row_with_two_ways_to_recompute_is_two_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("full", "selective", "unit"),
+    [("full", "selective", 1), ("full_ms", "present_work_ms", 1000), ("Full recompute (s)", "step_s_selective", 1)],
+)
+def test_ways_to_recompute_are_read_under_likely_names(tmp_path: Path, full: str, selective: str, unit: int) -> None:
+    head, run = "layers,hidden,heads,seq,t,p,d,batch,micro_batch,mfu", "48,6144,64,2048,8,1,1,4,4,40"
+    rows = table(tmp_path, f"{head},{full},{selective}\n{run},{1.42 * unit},{1.1 * unit}\n")
+    assert [(row.recompute, row.seconds) for row in rows] == [("full", 1.42), ("selective", pytest.approx(1.1))]
+
+
+@pytest.mark.parametrize("column", ["selective", "full_recompute"])
+def test_flag_of_recompute_is_no_time(tmp_path: Path, column: str) -> None:
+    head = "layers,hidden,heads,seq,t,p,d,batch,micro_batch,training_time_s,step_time"
+    (row,) = table(tmp_path, f"{head},{column}\n48,6144,64,2048,8,1,1,4,4,99,1.42,1\n")
+    assert row.seconds == 1.42
+
+
+@pytest.mark.parametrize(
     ("column", "value", "seconds"),
     [
         ("step_time_s", "2.5", 2.5),
         ("iteration_time", "2.5", 2.5),
         ("s_per_iter", "2.5", 2.5),
+        ("iter_s", "2.5", 2.5),
+        ("time_s", "2.5", 2.5),
+        ("Iteration Time (s)", "2.5", 2.5),
+        ("step_time_sec", "2.5", 2.5),
+        ("elapsed_time_per_iteration_ms", "2500.0", 2.5),
         ("Step time (ms)", "2500", 2.5),
         ("no_recompute_s", "2.5", 2.5),
         ("tps_per_gpu", "1024", 8 * 1024 / 8 / 1024),
@@ -68,6 +92,16 @@ def test_percent_of_peak_and_flops_give_the_same_seconds(tmp_path: Path) -> None
     assert by_mfu.shape.flash
     assert by_mfu.seconds == pytest.approx(by_fraction.seconds) == pytest.approx(by_flops.seconds, rel=1e-3)
     assert system_of(by_mfu).name == "Megatron-Core"
+
+
+def test_network_of_a_host_is_that_of_the_table(tmp_path: Path) -> None:
+    head, run = "layers,hidden,heads,seq,t,p,d,batch,micro_batch,step_s", "4,512,8,128,8,1,4,16,1,1"
+    named = table(tmp_path, f"{head}\n{run}\n", "a100_multi_node.csv")
+    given = table(tmp_path, f"{head},network_gbps\n{run},400\n")
+    usual = table(tmp_path, f"{head}\n{run}\n")
+    found = [cluster(row.device, row.gpus, row.network).network for (row,) in (named, given, usual)]
+    assert [network.bandwidth * 8e-9 for network in found] == [800, 400, 1600]
+    assert found[0].rails == 4
 
 
 @pytest.mark.parametrize(
@@ -118,6 +152,20 @@ def test_ranks_lie_as_in_megatron(tmp_path: Path) -> None:
     assert order[4:8] == (2, 3, 10, 11)
 
 
+# ---- fitting ----
+
+
+def test_constant_behind_a_larger_cost_is_found() -> None:
+    """Where the larger of two costs counts, the smaller one has no slope at its usual value."""
+    sizes = [1.0, 2.0, 4.0, 8.0]
+    known = {"latency": FittedConstant(1e-2, 0.7), "each": FittedConstant(0.9, 0.2)}
+    found = fit(
+        known, lambda one: [max(one["latency"], one["each"] * size / 100) for size in sizes], [0.05, 0.05, 0.05, 0.08]
+    )
+    assert math.isclose(found["latency"], 0.05, rel_tol=0.05)
+    assert math.isclose(found["each"], 1.0, rel_tol=0.05)
+
+
 # ---- predictions ----
 
 
@@ -142,5 +190,6 @@ def test_vtrain_rows_that_were_not_fitted_are_foretold() -> None:
     found = judge(unseen, by.seconds(unseen, simulate=True))
     assert found.mape <= 5.5
     assert found.regret <= 2.0
-    single = [row for row in unseen if row.gpus <= 8]
-    assert judge(single, by.seconds(single, simulate=True)).pair_order >= 93
+    for many, least in ((False, 93), (True, 84)):
+        part = [row for row in (rows if many else unseen) if (row.gpus > 8) == many]
+        assert judge(part, by.seconds(part, simulate=True)).pair_order >= least

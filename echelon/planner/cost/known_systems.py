@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from echelon.planner.cost.system import STATE, System
 
-#: Megatron-LM as of 2021: fused pointwise kernels; gradients in 16 bits are summed once, after the last backward.
+#: Megatron-LM as of 2021: fused pointwise kernels; gradients in 16 bits are summed once, after the last backward; each
+#: rank of a split sends its part to the next stage (``scatter_gather_tensors_in_pipeline``, on by default).
 MEGATRON = System(
     "Megatron-LM",
     weights=2.0,
@@ -21,6 +22,7 @@ MEGATRON = System(
     runs_ahead="unit",
     pointwise=1.31,
     unaligned=3.1,
+    scatters_edges=True,
     collective=3.9e-5,
     micro=7.2e-4,
     step=1.45e-3,
@@ -41,6 +43,7 @@ MEGATRON_CORE = System(
     overlaps_chunks=True,
     parameter_overlap=1.0,
     hides_split=0.5,
+    scatters_edges=True,
     added=10.0,
     micro=1e-3,
     step=2e-2,

@@ -59,14 +59,16 @@ class MeshPlacement:
     replicate: CommGroup
     edges: tuple[Edge, ...]
 
-    def edge_seconds(self, rank: int, size: float, scattered: bool) -> float:
+    def edge_seconds(self, rank: int, size: float, scattered: bool, gathered: bool = True) -> float:
         """Return the seconds to send ``size`` bytes from stage rank ``rank`` to the next one.
 
-        scattered: True if every rank of a split sends its part and the receivers all-gather the parts
+        scattered: True if every rank of a split sends its part
+        gathered:  True if the receivers all-gather the parts
         """
         if not scattered or self.split.ranks == 1:
             return self.edges[rank].seconds(size)
-        return self.edges[rank].seconds(size / self.split.ranks) + seconds("all_gather", size, self.split)
+        gathering = seconds("all_gather", size, self.split) if gathered else 0.0
+        return self.edges[rank].seconds(size / self.split.ranks) + gathering
 
 
 def place(draft: Draft, cluster: Cluster) -> MeshPlacement:

@@ -371,11 +371,11 @@ class _Replica:
 
     def _edges(self) -> list[float]:
         received = self.costs.units.received(self.setting)
-        scattered = self.system.scatters_edges
+        scattered, gathered = self.system.scatters_edges, not self.system.sequence_split
         firsts = self.draft.cuts
         return [
             *(
-                self.placement.edge_seconds(stage % self.draft.stage, float(received[first]), scattered)
+                self.placement.edge_seconds(stage % self.draft.stage, float(received[first]), scattered, gathered)
                 for stage, first in enumerate(firsts)
             ),
             0.0,

@@ -48,7 +48,8 @@ class System:
     product_dtype:    dtype of the products of linear layers, but for embedding and head (None: as profiled)
     sequence_split:   True for sequence parallelism: reduce-scatter and all-gather inside layers, split activations
                       between them
-    scatters_edges:   True if each split rank sends only its part to the next stage, which all-gathers the parts
+    scatters_edges:   True if each split rank sends only its part to the next stage, which all-gathers the parts but
+                      under sequence parallelism
     bucket:           bytes of gradients per bucket
     reduced:          bytes of an entry's gradient in a reduction (None: as it is held)
     gathered:         bytes of an entry that is gathered under shard 3 (None: as weights are held)
