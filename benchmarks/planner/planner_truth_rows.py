@@ -170,10 +170,9 @@ def _number(cells: Cells, what: str, usual: float) -> float:
 def _ways(cells: Cells, path: Path) -> list[Cells]:
     """Return the row once for every measurement in it, each with its ``recompute`` and seconds."""
     _require(cells, path)
-    ways = {name: way for name in cells if (way := _way(name)) and _is_time(cells[name])}
-    return [{**cells, "recompute": way, "step_s": str(_seconds(cells, [name]))} for name, way in ways.items()] or [
-        cells
-    ]
+    ways = {name: way for name, value in cells.items() if (way := _way(name)) and _is_time(value)}
+    runs = [{**cells, "recompute": way, "step_s": str(_seconds(cells, [name]))} for name, way in ways.items()]
+    return runs or [cells]
 
 
 def _way(name: str) -> str | None:
@@ -187,7 +186,7 @@ def _way(name: str) -> str | None:
 def _is_time(value: str) -> bool:
     """Return True for a number but 0 and 1, which are flags where a column has no unit."""
     try:
-        return float(value) not in (0.0, 1.0)
+        return value.lower() not in EMPTY and float(value) not in (0.0, 1.0)
     except ValueError:
         return False
 
@@ -196,7 +195,7 @@ def _is_step_time(name: str) -> bool:
     """Return True if a column of this name has the time of a step."""
     first, *others = name.split("_")
     words = {first, *others}
-    if words & OF_OTHERS or others[-2:-1] == ["per"] and others[-1] in UNITS:
+    if words & OF_OTHERS or (others[-2:-1] == ["per"] and others[-1] in UNITS):
         return False
     if others and others[-1] in UNITS:
         return bool(words & (STEP | TIME))
@@ -216,12 +215,8 @@ def _require(cells: Cells, path: Path) -> None:
     lacking = [what for what in ("layers", "hidden", "global_batch") if not _has(cells, what)]
     if not _has(cells, "gpus") and not all(_has(cells, what) for what in "tpd"):
         lacking.append("gpus (or t, p and d)")
-    timed = any(_has(cells, what) for what in ("tflops", "tps", "mfu"))
-    if (
-        not timed
-        and not any(map(_is_step_time, cells))
-        and not any(_way(name) and _is_time(cells[name]) for name in cells)
-    ):
+    timed = any(_has(cells, what) for what in ("tflops", "tps", "mfu")) or any(map(_is_step_time, cells))
+    if not timed and not any(_way(name) and _is_time(value) for name, value in cells.items()):
         lacking.append("step_s (or step_ms, tflops_per_gpu, tps_per_gpu, mfu, full_recompute_s, selective_s)")
     if lacking:
         raise UnknownFormat(
