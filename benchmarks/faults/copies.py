@@ -85,7 +85,7 @@ def block(engine: Any, memories: MemoryCheckpointer, batch: Any, steps: int) -> 
     began, busy, served = time.perf_counter(), time.process_time(), busy_of(memory)
     for _ in range(steps):
         engine.step(*batch)
-    memories.copies._courier.wait()
+    memories.copies._replicator.wait()
     took, busy = time.perf_counter() - began, time.process_time() - busy
     every = gather_json(busy, engine.world.control)
     return took / steps, (sum(every) + busy_of(memory) - served) / steps
@@ -100,7 +100,7 @@ def looked(engine: Any, memories: MemoryCheckpointer, batch: Any) -> float:
     """Seconds of a copy in the foreground without moving bytes and without waiting for others."""
     engine.step(*batch)
     copies = memories.copies
-    copies._courier.wait()
+    copies._replicator.wait()
     moved: list[float] = []
     plain = DeviceCopy.copy
 

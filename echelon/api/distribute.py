@@ -111,11 +111,11 @@ def distribute(
     model.to(world.device)
     make_local(model)
     observer, trial = _observer(model, strategy), find_trial()
-    optimizers, asked = name_optimizers(optimizer), strategy or Strategy()
+    optimizers, requested = name_optimizers(optimizer), strategy or Strategy()
     check_optimizers(optimizers)
-    backend = _backend(model, asked, optimizers, world)
+    backend = _backend(model, requested, optimizers, world)
     world = _world_of(backend, world)
-    terms = DistributeArgs(asked, collect(model), plan, cluster, elastic)
+    terms = DistributeArgs(requested, collect(model), plan, cluster, elastic)
     terms = terms if observer is None else observer.terms(terms)
     resolved = _resolve(terms, world, model, loss, optimizers, backend, found=trial is not None)
     if trial is not None or observer is not None:  # trials and verification write no checkpoints and no logs
@@ -182,17 +182,17 @@ def _resolve(
 
     found: True if this process times a candidate of ``auto``
     """
-    asked, marks = terms.strategy, terms.marks
+    requested, marks = terms.strategy, terms.marks
     saved, here = find_saved(terms.plan), world.ranks_per_host
-    found = found or saved is not None or bool(asked.auto)
+    found = found or saved is not None or bool(requested.auto)
     if found:
-        refuse_settings_beside_plan(asked, marks, terms.cluster, backend.pushes, planned=saved is not None)
+        refuse_settings_beside_plan(requested, marks, terms.cluster, backend.pushes, planned=saved is not None)
     rule = rule_in_force(terms.elastic, by_servers=backend.dense)
     marks, slices, reshaped = fit_to_ranks(rule, marks, terms.cluster or current_cluster(), world.mesh_size, here)
-    plan = make_plan(model, optimizers, asked, world.mesh_size, here, marks, slices)
+    plan = make_plan(model, optimizers, requested, world.mesh_size, here, marks, slices)
     if not found:  # a plan that was found already includes its fast path
-        plan = choose_fast_path(plan, asked, world, model, optimizers, backend.pushes, loss)
-    return ResolvedConfig(asked, marks, plan, saved, rule, reshaped)
+        plan = choose_fast_path(plan, requested, world, model, optimizers, backend.pushes, loss)
+    return ResolvedConfig(requested, marks, plan, saved, rule, reshaped)
 
 
 def _engine(
@@ -247,8 +247,8 @@ def _copies(backend: ServerBackend) -> bool:
     return whole_number(os.environ, COPIES, 0) > 0 and not backend.dense
 
 
-def _say_what_is_idle(run: RunContext, asked: Strategy, plan: Plan) -> None:
-    if run.world.mesh_size > 1 and asked.shard and plan.shard is None:
+def _say_what_is_idle(run: RunContext, requested: Strategy, plan: Plan) -> None:
+    if run.world.mesh_size > 1 and requested.shard and plan.shard is None:
         run.say("shard: there is nothing to share out, since all ranks make up one copy of the model")
 
 
@@ -256,18 +256,18 @@ def _backend(
     model: nn.Module, strategy: Strategy, optimizers: Mapping[str, torch.optim.Optimizer], world: World
 ) -> ServerBackend:
     """Return a parameter-server session if the strategy, the job or a sparse table needs one, else ``NoServers``."""
-    asked = strategy.part(ParameterServer)
-    if asked is None and world.role.role == "alone" and not _has_tables(model):
+    requested = strategy.part(ParameterServer)
+    if requested is None and world.role.role == "alone" and not _has_tables(model):
         return NoServers()
     if world.role.role == "alone" and world.size > 1:
         raise UsageError(
             f"this job has {world.size} processes and no parameter servers, which "
-            f"{'ps' if asked else 'a SparseEmbedding'} needs; start it with 'echelon run --servers 1 --workers "
+            f"{'ps' if requested else 'a SparseEmbedding'} needs; start it with 'echelon run --servers 1 --workers "
             f"{world.size} ...'"
         )
     from echelon.parameter_server.worker.session import ParameterServerSession
 
-    session = ParameterServerSession(asked or ParameterServer(), world.role, world.seed, model, world.device)
+    session = ParameterServerSession(requested or ParameterServer(), world.role, world.seed, model, world.device)
     if session.dense and len(optimizers) > 1:
         raise UsageError("parameter servers run one optimizer; give one, or ParameterServer(dense='allreduce')")
     return session

@@ -212,7 +212,7 @@ def _called(call: Callable[[], Any]) -> _RankOutcome:
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return _RankOutcome()
-        return _RankOutcome(error=_told(error), time=time.time())
+        return _RankOutcome(error=_error_text(error), time=time.time())
     try:
         pickle.dumps(value)
     except Exception as error:
@@ -222,7 +222,7 @@ def _called(call: Callable[[], Any]) -> _RankOutcome:
     return _RankOutcome(value)
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Format the error with its traceback from the user's function on, without the frames of this file."""
     above = error.__traceback__
     for _ in range(OURS):

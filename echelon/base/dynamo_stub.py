@@ -28,8 +28,8 @@ class _DynamoStub(ModuleType):
     def disable(self, fn: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
         """Return the function: no tracer runs that it would have to be hidden from."""
         if sys.modules.get(_NAME) is not self:  # a module that was imported within the context has kept the stand-in
-            found: Callable[..., Any] = importlib.import_module(_NAME).disable(fn, recursive, **options)
-            return found
+            result: Callable[..., Any] = importlib.import_module(_NAME).disable(fn, recursive, **options)
+            return result
         self.hidden.append(fn)
         return fn
 

@@ -136,11 +136,11 @@ def _answer(token: bytes, side: bytes, callers: bytes, called: bytes, channel: b
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     """Receive ``count`` bytes. The deadline holds for all of them, so that single bytes cannot prolong the wait."""
-    found = b""
-    while len(found) < count:
+    result = b""
+    while len(result) < count:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        piece = connection.recv(count - len(found))
+        piece = connection.recv(count - len(result))
         if not piece:
             raise HandshakeError("it closed the connection")
-        found += piece
-    return found
+        result += piece
+    return result

@@ -45,9 +45,9 @@ def read_head(data: bytes) -> tuple[dict[str, Any], int]:
 def parse_object(text: bytes | str) -> dict[str, Any]:
     """Return the JSON object of a text; raise MalformedHeadError for any other text, also for a very deep one."""
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MalformedHeadError("not JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise MalformedHeadError("not a JSON object")
-    return found
+    return result

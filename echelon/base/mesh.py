@@ -13,10 +13,10 @@ AXES = ("replicate", "stage", "split")
 def coordinates(mesh: Mapping[str, int], order: Sequence[int], rank: int) -> dict[str, int]:
     """Return the coordinate of ``rank`` along every axis. ``order`` lists the ranks by position in the mesh."""
     place = order.index(rank) if order else rank
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for axis in reversed(AXES):
-        place, found[axis] = divmod(place, mesh.get(axis, 1))
-    return {axis: found[axis] for axis in AXES}
+        place, result[axis] = divmod(place, mesh.get(axis, 1))
+    return {axis: result[axis] for axis in AXES}
 
 
 def rank_groups(mesh: Mapping[str, int], order: Sequence[int], axes: Sequence[str]) -> list[list[int]]:

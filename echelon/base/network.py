@@ -125,11 +125,11 @@ def interface_with(address: str) -> str | None:
 def resolve(host: str, option: str = "--master") -> str:
     """Return the numeric address of ``host``, IPv4 if there is one."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        result = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UsageError(f"{option} names the host '{host}', which has no address: {error.strerror}") from None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return str(found[0][4][0])
+    result.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(result[0][4][0])
 
 
 def is_local(address: str) -> bool:
@@ -193,14 +193,14 @@ def free_ports(address: str, count: int) -> list[int]:
 
     Until they listen, which may take seconds, the kernel does not assign these ports as ephemeral ones.
     """
-    found: list[int] = []
+    result: list[int] = []
     for port in random.SystemRandom().sample(LATER, len(LATER)):  # a seed set by the user is the same in every process
-        if len(found) == count:
-            return found
+        if len(result) == count:
+            return result
         with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port closed a moment ago counts as free
             probe.bind((address, port))
-            found.append(port)
+            result.append(port)
     raise EchelonError(f"{address} has no {count} free ports between {LATER[0]} and {LATER[-1]}; free some")
 
 

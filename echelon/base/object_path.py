@@ -16,18 +16,18 @@ from echelon.base.errors import EchelonError, UsageError, nearest, one_line
 
 def callable_at(place: str, option: str) -> Callable[..., Any]:
     """Return the callable that ``place`` names; errors name ``option``."""
-    found, source, module = _object_at(place, option)
-    if not callable(found):
+    result, source, module = _object_at(place, option)
+    if not callable(result):
         raise _none_there(place, option, source, module)
-    return found  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 def object_at(place: str, option: str) -> Any:
     """Return the object that ``place`` names, callable or not."""
-    found, source, module = _object_at(place, option)
-    if found is None:
+    result, source, module = _object_at(place, option)
+    if result is None:
         raise _none_there(place, option, source, module)
-    return found
+    return result
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ def process_memory() -> tuple[int | None, int | None]:
     """Return the resident bytes of this process now and at their peak."""
     try:
         with open("/proc/self/status", "rb") as status:
-            found = dict(line.split(b":", 1) for line in status if line.startswith((b"VmRSS:", b"VmHWM:")))
-        return 1024 * int(found[b"VmRSS"].split()[0]), 1024 * int(found[b"VmHWM"].split()[0])
+            result = dict(line.split(b":", 1) for line in status if line.startswith((b"VmRSS:", b"VmHWM:")))
+        return 1024 * int(result[b"VmRSS"].split()[0]), 1024 * int(result[b"VmHWM"].split()[0])
     except (OSError, KeyError, ValueError):
         return None, None
 

@@ -77,9 +77,9 @@ class ProxyConnection(asyncio.Protocol):
                 raise HandshakeError("it closed the connection")
             self._news.clear()
             await self._news.wait()
-        found = bytes(self._kept[:count])
+        result = bytes(self._kept[:count])
         del self._kept[:count]
-        return found
+        return result
 
     def forward_to(self, sink: ProxyConnection) -> None:
         self._sink = sink

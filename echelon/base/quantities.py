@@ -44,11 +44,11 @@ def quantity(text: str | float, kind: Kind, where: str) -> float:
 
 
 def _parsed(text: str, kind: Kind, where: str) -> float:
-    found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]*)\s*", text)
-    unit = found and (1.0 if not found[3] else _unit(found[3], kind))
-    if not found or unit is None or found[2].count(".") > 1:
+    match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]*)\s*", text)
+    unit = match and (1.0 if not match[3] else _unit(match[3], kind))
+    if not match or unit is None or match[2].count(".") > 1:
         raise UsageError(f"{where}: '{text}' is no quantity in {kind}; write one such as {_EXAMPLES[kind]}")
-    return int(found[1] or 1) * float(found[2]) * unit
+    return int(match[1] or 1) * float(match[2]) * unit
 
 
 def _unit(text: str, kind: Kind) -> float | None:

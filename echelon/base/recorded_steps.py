@@ -44,10 +44,10 @@ def parse_steps(text: str, asked_by: str, done: int) -> RecordedSteps:
     """
     if text == AFTER_WARM_UP:
         return RecordedSteps(done + WARM_UP + 1, done + WARM_UP + COUNT)
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
         raise UsageError(f"{asked_by} '{text}' names no steps; write 5:10 (both included), or 7 for one")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(match[1]), int(match[2] or match[1])
     if first < 1 or last < first:
         raise UsageError(f"{asked_by} '{text}': steps count from 1, and the first comes before the last; write 5:10")
     return RecordedSteps(first, last)

@@ -38,9 +38,9 @@ def version_line() -> str:
     return f"echelon {__version__} ({torch}, Python {platform.python_version()})"
 
 
-def show_version(asked: bool) -> None:
+def show_version(requested: bool) -> None:
     """Print the versions and exit if ``--version`` was given."""
-    if asked:
+    if requested:
         version()
         raise typer.Exit
 

@@ -48,11 +48,11 @@ def verify(
     from echelon.launcher.job import check_gpus
     from echelon.tools.verify.verify_options import VerifyOptions, check_asked
 
-    asked = VerifyOptions(script, tuple(args or []), module, steps, tolerance, ())
-    check_asked(asked)
+    options = VerifyOptions(script, tuple(args or []), module, steps, tolerance, ())
+    check_asked(options)
     at_least(1, "--procs", procs)
     if gpus is not None:
         check_gpus(gpus)
     from echelon.cli.commands.verify import launcher_words, run_verify
 
-    raise typer.Exit(run_verify(replace(asked, words=tuple(launcher_words(procs, gpus, planned))), as_json))
+    raise typer.Exit(run_verify(replace(options, words=tuple(launcher_words(procs, gpus, planned))), as_json))

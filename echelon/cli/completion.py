@@ -64,8 +64,8 @@ def candidates(root: Any, words: list[str]) -> list[str]:
 
 
 def _options(root: Any, command: Any) -> set[str]:
-    found = {name for name in option_names(command) | {"--help"} if name.startswith("--")}
-    return found | option_names(root.commands["run"]) if command.name in ("doctor", "train") else found
+    result = {name for name in option_names(command) | {"--help"} if name.startswith("--")}
+    return result | option_names(root.commands["run"]) if command.name in ("doctor", "train") else result
 
 
 def _is_open(root: Any, command: Any, words: list[str]) -> bool:

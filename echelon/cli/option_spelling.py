@@ -48,12 +48,12 @@ def respell(
     words: Sequence[str], command: str, known: Collection[str], valued: Collection[str], *, script_is_last: bool
 ) -> list[str]:
     """Return the arguments with each known option in its present spelling; print a line for a former name."""
-    names, found = RENAMED.get(command, {}), list(words)
+    names, result = RENAMED.get(command, {}), list(words)
     taking = {*valued, *(old for old, new in names.items() if new in valued)}
     for at in option_places(words, taking, script_is_last=script_is_last):
         name, equals, value = dashed(words[at]).partition("=")
         if name in names:
             say(f"{name} is called {names[name]} now")
         if (today := names.get(name, name)) in known:
-            found[at] = today + equals + value
-    return found
+            result[at] = today + equals + value
+    return result

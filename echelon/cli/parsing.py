@@ -36,12 +36,12 @@ class PlainValue:
         if value is None:
             return () if param.multiple or param.nargs == -1 else None
         try:
-            found = self.convert(value)
+            result = self.convert(value)
         except ValueError:
             raise typer.BadParameter(f"'{value}' is not a valid {self.name}.", ctx=ctx, param=param) from None
-        if self.minimum is not None and found < self.minimum:
+        if self.minimum is not None and result < self.minimum:
             raise typer.BadParameter(f"{value} is not in the range x>={self.minimum}.", ctx=ctx, param=param)
-        return found
+        return result
 
 
 def convert_plainly(params: list[Any]) -> list[Any]:
@@ -129,9 +129,9 @@ def with_steps(words: list[str], valued: set[str]) -> list[str]:
 
     valued: options that take a value
     """
-    found, at = list(words), 0
-    while at < len(found) and found[at].startswith("-") and found[at] != "--":
-        if found[at] == OPTION and not (at + 1 < len(found) and is_steps(found[at + 1])):
-            found.insert(at + 1, AFTER_WARM_UP)
-        at += 2 if found[at] in valued else 1
-    return found
+    result, at = list(words), 0
+    while at < len(result) and result[at].startswith("-") and result[at] != "--":
+        if result[at] == OPTION and not (at + 1 < len(result) and is_steps(result[at + 1])):
+            result.insert(at + 1, AFTER_WARM_UP)
+        at += 2 if result[at] in valued else 1
+    return result

@@ -103,11 +103,11 @@ def plan(
         require_model(model)
     require_one_of("--amp", amp, ("bf16", "fp16", "off"))
     given = {"cluster": cluster, "batch": batch, "memory": memory, "allow": allow, "amp": amp, "optimizer": optimizer}
-    asked = parse_plan_options(model, args or [], explain, given | {"bench": bench, "input": inputs, "keep": keep})
-    check_plan_options(asked, html, save)
+    options = parse_plan_options(model, args or [], explain, given | {"bench": bench, "input": inputs, "keep": keep})
+    check_plan_options(options, html, save)
     from echelon.cli.commands.plan import run_plan
 
-    run_plan(asked, explain=explain, html=html, as_json=as_json, save=save)
+    run_plan(options, explain=explain, html=html, as_json=as_json, save=save)
 
 
 @expand_options

@@ -44,7 +44,7 @@ def strayed_options(context: Any, always: Collection[str] = ()) -> list[str]:
     script, args = context.params["script"], list(context.params["args"] or [])
     earlier = RENAMED.get(str(context.command.name), {})
     names = (option_names(context.command) | earlier.keys()) - {*_ANYBODY_S, "-m"}
-    valued, source, found = valued_options(context.command) | earlier.keys(), None, []
+    valued, source, result = valued_options(context.command) | earlier.keys(), None, []
     for at, word in enumerate(args):
         if word == "--":
             break
@@ -53,8 +53,8 @@ def strayed_options(context: Any, always: Collection[str] = ()) -> list[str]:
             continue
         source = _source(script, bool(context.params["module"])) if source is None else source
         if name in always or not declares(source, name):
-            found += [word, *(args[at + 1 : at + 2] if name in valued and "=" not in word else [])]
-    return found
+            result += [word, *(args[at + 1 : at + 2] if name in valued and "=" not in word else [])]
+    return result
 
 
 def declares(source: str, option: str) -> bool:

@@ -20,19 +20,21 @@ DryRun = Annotated[bool, typer.Option(help="Print what would be submitted, and d
 
 @submit.command(cls=EchelonCommand, context_settings=_SCRIPT_IS_LAST)
 @expand_options
-def slurm(context: typer.Context, asked: SlurmSubmission, dry_run: DryRun = False) -> None:
+def slurm(context: typer.Context, options: SlurmSubmission, dry_run: DryRun = False) -> None:
     """Write a batch script, and submit it by sbatch."""
     refuse_strayed(context)
     from echelon.launcher.schedulers import slurm as scheduler
 
-    print(scheduler.script(asked) if dry_run else f"echelon: {scheduler.submit(asked)}", end="" if dry_run else "\n")
+    print(
+        scheduler.script(options) if dry_run else f"echelon: {scheduler.submit(options)}", end="" if dry_run else "\n"
+    )
 
 
 @submit.command(cls=EchelonCommand, context_settings=_SCRIPT_IS_LAST)
 @expand_options
 def k8s(
     context: typer.Context,
-    asked: KubernetesSubmission,
+    options: KubernetesSubmission,
     dry_run: DryRun = False,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Write the documents into this file.")] = None,
 ) -> None:
@@ -41,6 +43,6 @@ def k8s(
     from echelon.launcher.schedulers import kubernetes
 
     if dry_run:
-        print(kubernetes.manifest(asked), end="")
+        print(kubernetes.manifest(options), end="")
     else:
-        say(kubernetes.submit(asked, out), stdout=True)
+        say(kubernetes.submit(options, out), stdout=True)

@@ -19,14 +19,14 @@ ROWS, NUMBERS, ENTRIES = 64, 1024, 256
 
 def columns_checksum(columns: Sequence[Tensor | np.ndarray[Any, Any]]) -> int | None:
     """Return a checksum of some rows of tensors and arrays; None if an array holds objects."""
-    found = 0
+    result = 0
     for column in columns:
         if isinstance(column, np.ndarray) and column.dtype.hasobject:
             return None
         rows = np.unique(np.linspace(0, max(len(column) - 1, 0), min(ROWS, len(column))).astype(np.int64))
         looks = f"{tuple(column.shape[1:])} {column.dtype}".encode()
-        found = zlib.crc32(_bytes(column[rows]), zlib.crc32(looks, found))
-    return found
+        result = zlib.crc32(_bytes(column[rows]), zlib.crc32(looks, result))
+    return result
 
 
 def batch_checksum(batch: Any) -> int | None:
@@ -40,16 +40,16 @@ def batch_checksum(batch: Any) -> int | None:
 
 def samples_checksum(samples: Sequence[Any]) -> int | None:
     """Return a checksum of the tensors, arrays, numbers and text in samples; None if these cannot be read."""
-    found = 0
+    result = 0
     try:
         for leaf in (leaf for sample in samples[:ROWS] for leaf in islice(tree_iter(sample), ENTRIES)):
             if isinstance(leaf, Tensor | np.ndarray):
-                found = zlib.crc32(str(columns_checksum([leaf.reshape(-1)[:NUMBERS]])).encode(), found)
+                result = zlib.crc32(str(columns_checksum([leaf.reshape(-1)[:NUMBERS]])).encode(), result)
             elif isinstance(leaf, int | float | str | bytes | None):
-                found = zlib.crc32(repr(leaf[:NUMBERS] if isinstance(leaf, str | bytes) else leaf).encode(), found)
+                result = zlib.crc32(repr(leaf[:NUMBERS] if isinstance(leaf, str | bytes) else leaf).encode(), result)
     except Exception:
         return None
-    return found
+    return result
 
 
 def _bytes(rows: Any) -> bytes:

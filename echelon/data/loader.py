@@ -128,8 +128,8 @@ class Loader:
             return DatasetFingerprint(size or 0, None, read=self._mark)
         if size is None:
             return None
-        found = dataset_fingerprint(self.dataset, size)
-        return found if self._sampling is None else found._replace(order=self._sampling.mark)
+        result = dataset_fingerprint(self.dataset, size)
+        return result if self._sampling is None else result._replace(order=self._sampling.mark)
 
     def __len__(self) -> int:
         """Return the number of steps in a full epoch."""

@@ -72,8 +72,8 @@ class EpochSampler:
 
     def first_batch(self) -> int:
         """Draw the first batch of a batch sampler, and return the number of its indices."""
-        found = SamplerPass(self, 0, self._beginnings[0]).read(1)
-        return len(found[0]) if found else 0
+        result = SamplerPass(self, 0, self._beginnings[0]).read(1)
+        return len(result[0]) if result else 0
 
     def swapped(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
         """Set the states of the sampler's generators; return the previous ones."""
@@ -194,8 +194,8 @@ class SampledOrder(EpochOrder):
     def _hold(self, more: list[int], stop: int) -> None:
         """Append indices, and drop those that are too old for a stand-in batch."""
         held = np.concatenate([self._indices, np.array(more, dtype=np.int64)])
-        gone = max(0, min(stop, self._reached + len(more)) - self._kept - self._base)
-        self._indices, self._base = held[gone:], self._base + gone
+        dropped = max(0, min(stop, self._reached + len(more)) - self._kept - self._base)
+        self._indices, self._base = held[dropped:], self._base + dropped
 
 
 class BatchedOrder(SampledOrder):
@@ -239,21 +239,21 @@ class SeedDrawingSampler:
 
 def nested(sampler: Any) -> list[Any]:
     """Return a sampler and the samplers inside it: a batch sampler has a sampler."""
-    found: list[Any] = []
-    while sampler is not None and not any(sampler is one for one in found):
-        found.append(sampler)
+    result: list[Any] = []
+    while sampler is not None and not any(sampler is one for one in result):
+        result.append(sampler)
         sampler = getattr(sampler, "sampler", None)
-    return found
+    return result
 
 
 def generators_of(sampler: Any) -> list[torch.Generator]:
     """Return the torch generators that a sampler, or one inside it, draws from."""
-    found: list[torch.Generator] = []
+    result: list[torch.Generator] = []
     for each in nested(sampler):
         generator = getattr(each, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is one for one in found):
-            found.append(generator)
-    return found
+        if isinstance(generator, torch.Generator) and not any(generator is one for one in result):
+            result.append(generator)
+    return result
 
 
 def known_length(data: Any) -> int | None:
@@ -269,10 +269,10 @@ def batches_of(batch_sampler: Any) -> int:
     size = getattr(batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
         return size
-    found = EpochSampler(batch_sampler, 0, in_batches=True).first_batch()
-    if not found:
+    result = EpochSampler(batch_sampler, 0, in_batches=True).first_batch()
+    if not result:
         raise DataError(f"{type(batch_sampler).__name__} yields no batches; check its arguments")
-    return found
+    return result
 
 
 def _seeded(generator: torch.Generator, epoch: int) -> torch.Tensor:

@@ -41,12 +41,12 @@ def steps(
         )
     if isinstance(data, Loader):
         return epochs * len(data) // gradient_merge
-    asked = loader_request(data, batch_size, global_batch, options)
+    requested = loader_request(data, batch_size, global_batch, options)
     replicas = replicas or worlds.current().size
-    made = {**asked.options, "workers": 0, "rank": 0, "world_size": asked.options.get("world_size", replicas)}
+    made = {**requested.options, "workers": 0, "rank": 0, "world_size": requested.options.get("world_size", replicas)}
     if "batch_sampler" not in made:
-        made["batch_size"] = _size(asked.batch_size, asked.global_batch, replicas)
-    return epochs * len(Loader(asked.dataset, **made)) // gradient_merge
+        made["batch_size"] = _size(requested.batch_size, requested.global_batch, replicas)
+    return epochs * len(Loader(requested.dataset, **made)) // gradient_merge
 
 
 def _size(batch_size: int | None, global_batch: int | None, replicas: int) -> int:

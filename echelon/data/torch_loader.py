@@ -108,19 +108,19 @@ def _is_of_ranks(sampler: Any) -> bool:
 
 
 def _in_our_names(options: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in options.items() if name not in CARED_FOR and name not in RENAMED}
+    result = {name: value for name, value in options.items() if name not in CARED_FOR and name not in RENAMED}
     for torchs, ours in RENAMED.items():
         if torchs in options and ours in options:
             raise UsageError(f"{torchs}= and {ours}= are one option; leave one of them out")
         if options.get(torchs) is not None:
-            found[ours] = options[torchs]
-    if "drop_last" in found:
-        drops = found.pop("drop_last")
-        if "uneven" in found:
+            result[ours] = options[torchs]
+    if "drop_last" in result:
+        drops = result.pop("drop_last")
+        if "uneven" in result:
             raise UsageError("drop_last= and uneven= are one option; leave one of them out")
-        found["uneven"] = "drop" if drops else "join"
+        result["uneven"] = "drop" if drops else "join"
     return {
-        name: value for name, value in found.items() if value is not None or name not in ("sampler", "batch_sampler")
+        name: value for name, value in result.items() if value is not None or name not in ("sampler", "batch_sampler")
     }
 
 

@@ -28,11 +28,11 @@ class LoaderWatch:
         self._plain = plain = DataLoader.__iter__
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            found = plain(loader)
+            result = plain(loader)
             if not activity.call and not is_ours(loader):
                 self._iterated = [one for one in self._iterated if one[0]() is not None]
-                self._iterated.append((weakref.ref(found), loader))
-            return found
+                self._iterated.append((weakref.ref(result), loader))
+            return result
 
         self._replaced = iterate
         DataLoader.__iter__ = iterate  # type: ignore[assignment,method-assign]

@@ -95,9 +95,9 @@ def _announced(env: Mapping[str, str]) -> int | None:
 
 def _number(env: Mapping[str, str], given: int | str | None) -> tuple[str, int] | None:
     """Return this trainer's index and the name of the setting that gave it; None if it was not given."""
-    found = read_trainer_id(given)
-    if found is not None:
-        return "trainer_id", found
+    result = read_trainer_id(given)
+    if result is not None:
+        return "trainer_id", result
     return (PADDLE_RANK, whole_number(env, PADDLE_RANK)) if env.get(PADDLE_RANK) else None
 
 
@@ -164,13 +164,13 @@ def _place(rank: int, endpoints: tuple[str, ...]) -> RankInfo:
     if len(endpoints) == 1:
         return ALONE
     hosts = [_host(endpoint) for endpoint in endpoints]
-    mine, here = hosts[rank], hosts.count(hosts[rank])
+    host, here = hosts[rank], hosts.count(hosts[rank])
     return RankInfo(
         rank=rank,
         world_size=len(endpoints),
-        local_rank=hosts[:rank].count(mine),
+        local_rank=hosts[:rank].count(host),
         local_world_size=here,
-        node_rank=list(dict.fromkeys(hosts)).index(mine),
+        node_rank=list(dict.fromkeys(hosts)).index(host),
         master_addr=LOOPBACK if here == len(endpoints) else hosts[0],
         master_port=split_endpoint(endpoints[0])[1],
         launcher="trainers' endpoints",

@@ -120,19 +120,19 @@ def _reach(place: RankInfo, timeout: float, server: str) -> Store:
             )
         notice.look(f"{server} at {where}, where nothing listens yet")
         time.sleep(REACH)
-    found, notice = list[Store](), WaitNotice(f"rank {place.rank}", timeout)
-    caller = threading.Thread(target=_call, args=(place, timeout, found), name="store", daemon=True)
+    result, notice = list[Store](), WaitNotice(f"rank {place.rank}", timeout)
+    caller = threading.Thread(target=_call, args=(place, timeout, result), name="store", daemon=True)
     caller.start()
     while caller.is_alive() and time.monotonic() < deadline:
         notice.look(f"{server} at {where}, where a program listens that has not answered as {server} does")
         caller.join(REACH)
-    if not found:
+    if not result:
         raise PeerLost(
             f"rank {place.rank} could not join {server} at {where}: the program that listens there has not answered "
             f"as {server} does within {timeout:.0f} s; if another program has that port, choose another "
             f"{_setting(place, 'MASTER_PORT')} on all ranks"
         )
-    return found[0]
+    return result[0]
 
 
 def _accepts(place: RankInfo) -> bool:
@@ -196,13 +196,13 @@ def _wait_until_connected(place: RankInfo, store: Store, timeout: float) -> None
 
 def _compare_lists(place: RankInfo, store: Store) -> None:
     """Raise if trainers were given different lists: each would wait for the ranks of its own list."""
-    mine = ",".join(place.endpoints)
-    if not mine:
+    local = ",".join(place.endpoints)
+    if not local:
         return
-    first = bytes(store.compare_set("trainers", "", mine)).decode()
-    if first != mine:
+    first = bytes(store.compare_set("trainers", "", local)).decode()
+    if first != local:
         raise MismatchError(
-            f"trainer {place.rank} was given the trainers {mine}, but another trainer of this job was given {first}; "
+            f"trainer {place.rank} was given the trainers {local}, but another trainer of this job was given {first}; "
             "give every trainer the same list, in the same order"
         )
 

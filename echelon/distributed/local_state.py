@@ -15,7 +15,7 @@ Groups = Mapping[str, list[list[str]]]  # by optimizer: the names of the paramet
 
 
 @dataclass(frozen=True)
-class Addend:
+class PartialSum:
     """One of ``count`` partial sums. Ranks with the same index hold the same one, or parts of it."""
 
     index: int = 0
@@ -26,13 +26,13 @@ class Addend:
 class LocalState:
     """One rank's part of the model.
 
-    parameters:  tensors that optimizers update, by name: a parameter, or this rank's shard of it
-    layouts:     layouts of the parameters that are parts of a larger tensor
-    cuts:        layouts of the model's own split parameters: as ``layouts``, but without ZeRO shards
-    groups:      the optimizers' parameter groups as the user made them, including parameters of other ranks
-    addends:     index and number of the partial sums of each gradient before it is reduced over ranks
-    counted:     parameters that this rank counts if every element of the model must be counted once
-    speaks:      names of parameters and buffers that this rank contributes to the whole model
+    parameters:   tensors that optimizers update, by name: a parameter, or this rank's shard of it
+    layouts:      layouts of the parameters that are parts of a larger tensor
+    cuts:         layouts of the model's own split parameters: as ``layouts``, but without ZeRO shards
+    groups:       the optimizers' parameter groups as the user made them, including parameters of other ranks
+    partial_sums: index and number of the partial sums of each gradient before it is reduced over ranks
+    counted:      parameters that this rank counts if every element of the model must be counted once
+    contributes:  names of parameters and buffers that this rank contributes to the whole model
     """
 
     model: nn.Module
@@ -40,9 +40,9 @@ class LocalState:
     layouts: dict[str, Layout] = field(default_factory=dict)
     cuts: Mapping[str, Layout] = field(default_factory=dict)
     groups: Groups = field(default_factory=dict)
-    addends: Mapping[str, Addend] = field(default_factory=dict)
+    partial_sums: Mapping[str, PartialSum] = field(default_factory=dict)
     counted: frozenset[str] = frozenset()
-    speaks: frozenset[str] = frozenset()
+    contributes: frozenset[str] = frozenset()
 
     @property
     def names(self) -> dict[int, str]:
@@ -55,15 +55,15 @@ class LocalState:
 
     def tensors(self) -> dict[str, Tensor | Part]:
         """Return parameters and persistent buffers under their first name; tied weights appear once."""
-        found: dict[str, Tensor | Part] = {}
+        result: dict[str, Tensor | Part] = {}
         seen: set[int] = set()
         for name, value in self.model.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor) and id(value) not in seen:
                 seen.add(id(value))
                 own = self.parameters.get(name, value)
                 if not isinstance(own.data, FakeTensor):
-                    found[name] = self.part(name, own.detach())
-        return found
+                    result[name] = self.part(name, own.detach())
+        return result
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -49,22 +49,22 @@ class MeshGroups:
         key = ("control", *(axis for axis in AXES if axis in axes))
         if key not in self._made:
             alone = self.size(*axes) == 1
-            self._made[key] = None if alone else self._mine(rank_groups(self._mesh, self._order, axes), "gloo")
+            self._made[key] = None if alone else self._own_group(rank_groups(self._mesh, self._order, axes), "gloo")
         return self._made[key]
 
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return a new group along these axes, with its own connections."""
-        return None if self.size(*axes) == 1 else self._mine(rank_groups(self._mesh, self._order, axes))
+        return None if self.size(*axes) == 1 else self._own_group(rank_groups(self._mesh, self._order, axes))
 
     def among(self, places: Sequence[int]) -> dist.ProcessGroup | None:
         """Return a new group of the ranks at these positions of the stage axis; ``None`` on other ranks."""
-        return self._mine(
+        return self._own_group(
             [[line[place] for place in places] for line in rank_groups(self._mesh, self._order, ("stage",))]
         )
 
-    def _mine(self, sets: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-        mine = None
+    def _own_group(self, sets: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+        own = None
         for ranks in sets:
             made = self._groups.new(ranks, backend)
-            mine = made if self._rank in ranks else mine
-        return mine
+            own = made if self._rank in ranks else own
+        return own

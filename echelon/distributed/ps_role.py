@@ -108,8 +108,8 @@ def find_role(
 
 
 def _endpoints(env: Mapping[str, str], given: str | Sequence[str] | None) -> tuple[str, ...]:
-    found = given or next((env[name] for name in PADDLE_SERVERS if env.get(name)), None)
-    return parse_endpoints(found) if found else ()
+    result = given or next((env[name] for name in PADDLE_SERVERS if env.get(name)), None)
+    return parse_endpoints(result) if result else ()
 
 
 def _part(env: Mapping[str, str], given: str | None, has_servers: bool) -> Part:
@@ -123,12 +123,12 @@ def _part(env: Mapping[str, str], given: str | None, has_servers: bool) -> Part:
 
 def _workers(env: Mapping[str, str], given: Trainers) -> int:
     """Return the number of workers: as given, or the length of the list of their endpoints."""
-    found = read_trainers(given)
-    if found is None and not env.get(PADDLE_WORLD) and not env.get("WORLD_SIZE") and env.get(PADDLE_ENDPOINTS):
-        found = parse_endpoints(env[PADDLE_ENDPOINTS], "trainer")
-    if isinstance(found, tuple):
-        return len(found)
-    count = whole_number(env, PADDLE_WORLD, whole_number(env, "WORLD_SIZE", 1)) if found is None else found
+    result = read_trainers(given)
+    if result is None and not env.get(PADDLE_WORLD) and not env.get("WORLD_SIZE") and env.get(PADDLE_ENDPOINTS):
+        result = parse_endpoints(env[PADDLE_ENDPOINTS], "trainer")
+    if isinstance(result, tuple):
+        return len(result)
+    count = whole_number(env, PADDLE_WORLD, whole_number(env, "WORLD_SIZE", 1)) if result is None else result
     if count < 1:
         raise UsageError(f"{_origin(given, 'trainers', PADDLE_WORLD)} is {count}; a job has 1 worker or more")
     return count

@@ -345,8 +345,8 @@ def _place_of(
     return place
 
 
-def _take_device(place: RankInfo, asked: str | torch.device | None) -> torch.device:
-    chosen = choose_device(place, asked, count_gpus())
+def _take_device(place: RankInfo, requested: str | torch.device | None) -> torch.device:
+    chosen = choose_device(place, requested, count_gpus())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return chosen

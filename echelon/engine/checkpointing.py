@@ -25,7 +25,7 @@ from echelon.checkpoint.training_state import (
     to_bytes,
 )
 from echelon.distributed.collectives import gather_json
-from echelon.distributed.local_state import Addend
+from echelon.distributed.local_state import PartialSum
 from echelon.distributed.tensor_layout import Layout, Part, local_tensor
 from echelon.distributed.world import World, seed_for_rank
 from echelon.engine.automatic_checkpoints import opened
@@ -49,9 +49,9 @@ class CheckpointManager:
         self._run, self._world, self._stream, self._parts, self._ema = run, world, stream, parts, ema
         self._writers: dict[Path, Writer] = {}
         self._compressors = {key: o for key, o in parts.optimizers.items() if isinstance(o, SparseMomentum)}
-        self._buffers = dict(parts.holdings.model.named_buffers())
-        self._aliases = model_aliases(parts.holdings.model)
-        self._finite = FiniteCheck(parts.holdings, parts.scaler.active)
+        self._buffers = dict(parts.local_state.model.named_buffers())
+        self._aliases = model_aliases(parts.local_state.model)
+        self._finite = FiniteCheck(parts.local_state, parts.scaler.active)
 
     def own_state(self) -> dict[str, Tensor]:
         """Return a copy of this rank's own weights and optimizer state under local SGD, else an empty dict.
@@ -60,7 +60,9 @@ class CheckpointManager:
         """
         if self._parts.local is None:
             return {}
-        own = model_tensors(self._parts.holdings) | optimizer_state(self._parts.holdings, self._parts.optimizers)[0]
+        own = (
+            model_tensors(self._parts.local_state) | optimizer_state(self._parts.local_state, self._parts.optimizers)[0]
+        )
         return {f"local.{self._world.mesh_rank}.{name}": local_tensor(value).clone() for name, value in own.items()}
 
     def save(
@@ -92,7 +94,7 @@ class CheckpointManager:
     def load(self, source: str | Path | Stored, loaders: bool = True) -> Stored:
         """Restore the whole state and return the checkpoint it came from."""
         stored = opened(source)
-        stored.load(model_tensors(self._parts.holdings))
+        stored.load(model_tensors(self._parts.local_state))
         self._restore_statistics(stored)
         facts = stored.facts
         self._run.positions.restore(stored, loaders)
@@ -100,9 +102,9 @@ class CheckpointManager:
         self._restore_strategies(stored)
         self._restore_optimizers(stored)
         self._run.schedules.restore(facts["schedulers"])
-        mine = self._facts_of_rank(stored)
-        self._parts.gradients.restore(mine["gradients"], self._merged_gradients(stored))
-        self._parts.scaler.restore(mine["scaler"])
+        local = self._facts_of_rank(stored)
+        self._parts.gradients.restore(local["gradients"], self._merged_gradients(stored))
+        self._parts.scaler.restore(local["scaler"])
         self._restore_random(stored)
         self._ema.restore(stored)
         return stored
@@ -148,7 +150,7 @@ class CheckpointManager:
         from echelon.engine.in_memory.state_sources import StateSources
 
         changing = bool(self._compressors) or self._parts.local is not None
-        return StateSources(self._parts.holdings, self._parts.optimizers, changing, lambda: self._ema.averages)
+        return StateSources(self._parts.local_state, self._parts.optimizers, changing, lambda: self._ema.averages)
 
     @property
     def together(self) -> bool:
@@ -162,7 +164,7 @@ class CheckpointManager:
         """Return the buffers of this replica, such as its batch-norm statistics, under names with its rank."""
         return {
             f"own.{self._world.mesh_rank}.{name.removeprefix('model.')}": local_tensor(value)
-            for name, value in model_tensors(self._parts.holdings).items()
+            for name, value in model_tensors(self._parts.local_state).items()
             if name.removeprefix("model.") in self._buffers
         }
 
@@ -177,23 +179,23 @@ class CheckpointManager:
         Raises on all ranks if the state of one rank is not finite: a finite loss may have had an infinite gradient.
         """
         tensors, optimizers = self.own_tensors()
-        mine, shared = self.own_facts(optimizers)
-        mine["gradients"] = self._parts.gradients.facts()
+        local, shared = self.own_facts(optimizers)
+        local["gradients"] = self._parts.gradients.facts()
         spoiled = self._finite.find({**tensors, **(own or {})})
-        told: list[Any] = [mine, spoiled and spoiled.to_json()]
-        everyone: list[Any] = gather_json(told, self._world.control) if self._world.control else [told]
+        report: list[Any] = [local, spoiled and spoiled.to_json()]
+        everyone: list[Any] = gather_json(report, self._world.control) if self._world.control else [report]
         self._finite.refuse(step, [bad for _, bad in everyone], self.wait)
         return tensors, merged_facts([each for each, _ in everyone], shared)
 
     def own_tensors(self) -> tuple[dict[str, Tensor | Part], dict[str, Any]]:
         """Return the tensors of the training state on this rank, and its facts about the optimizers."""
         rank = self._world.mesh_rank
-        kept, optimizers = optimizer_state(self._parts.holdings, self._parts.optimizers)
+        kept, optimizers = optimizer_state(self._parts.local_state, self._parts.optimizers)
         tensors: dict[str, Tensor | Part] = {
-            **model_tensors(self._parts.holdings), **kept, **random_state(self._stream, self._world.device)
+            **model_tensors(self._parts.local_state), **kept, **random_state(self._stream, self._world.device)
         }  # fmt: skip
         for name, grad in self._parts.gradients.unreduced().items():
-            layout, addend = self._gradient_layout(name), self._parts.holdings.addends.get(name, Addend())
+            layout, addend = self._gradient_layout(name), self._parts.local_state.partial_sums.get(name, PartialSum())
             tensors[f"merge.{addend.index}.{addend.count}.{name}"] = Part(grad, layout) if layout else grad
         for key, compressor in self._compressors.items():
             owed = compressor.residual.tensors() if compressor.leads else {}
@@ -209,7 +211,7 @@ class CheckpointManager:
 
         On a GPU, numbers among the facts about gradients are still tensors.
         """
-        mine: dict[str, Any] = {
+        local: dict[str, Any] = {
             "gradients": self._parts.gradients.numbers(),
             "scaler": self._parts.scaler.facts(),
             "local": self._parts.local.facts() if self._parts.local else None,
@@ -222,13 +224,13 @@ class CheckpointManager:
             "optimizers": {key: {"groups": of["groups"]} for key, of in optimizers.items()},
             "schedulers": self._run.schedules.state(),
         }
-        return mine, shared
+        return local, shared
 
     def _facts_of_rank(self, stored: Stored) -> dict[str, Any]:
         """Return the stored facts of this rank, or those of rank 0 if the number of ranks has changed."""
         same = stored.world_size == self._world.mesh_size
-        mine: dict[str, Any] = stored.facts["ranks"][self._world.mesh_rank if same else 0]
-        return mine
+        local: dict[str, Any] = stored.facts["ranks"][self._world.mesh_rank if same else 0]
+        return local
 
     def _own_prefix(self, stored: Stored) -> str:
         """Return the name prefix of this rank's own weights and optimizer state; "" if it must use the shared state.
@@ -253,7 +255,7 @@ class CheckpointManager:
         self._parts.local.restore(_read(stored, "sync.", drop="sync."), facts)
         own = _read(stored, f"{prefix}model.", drop=prefix) if prefix else {}
         with torch.no_grad():
-            for name, value in model_tensors(self._parts.holdings).items() if own else ():
+            for name, value in model_tensors(self._parts.local_state).items() if own else ():
                 local_tensor(value).copy_(own[name])
 
     @torch.no_grad()
@@ -285,7 +287,7 @@ class CheckpointManager:
             whole = layout is None or tuple(stored.shape(prefix + name)) != layout.shape
             return stored.read(prefix + name) if whole or layout is None else stored.read_part(name, layout)
 
-        restore_optimizers(self._parts.optimizers, self._parts.holdings, stored.facts["optimizers"], names, read)
+        restore_optimizers(self._parts.optimizers, self._parts.local_state, stored.facts["optimizers"], names, read)
 
     def _merged_gradients(self, stored: Stored) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """Yield the accumulated gradients that this rank loads, each as a name and a function that reads it.
@@ -294,8 +296,8 @@ class CheckpointManager:
         """
         for full in [name for name in stored.names() if name.startswith("merge.")]:
             _, index, count, name = full.split(".", 3)
-            mine = self._parts.holdings.addends.get(name)
-            if mine is not None and (int(index) if int(count) == mine.count else 0) == mine.index:
+            local = self._parts.local_state.partial_sums.get(name)
+            if local is not None and (int(index) if int(count) == local.count else 0) == local.index:
                 yield name, functools.partial(self._read_part, stored, full, name)
 
     def _read_part(self, stored: Stored, full: str, name: str) -> Tensor:
@@ -305,14 +307,14 @@ class CheckpointManager:
     def _gradient_layout(self, name: str) -> Layout | None:
         """Return the layout of an accumulated gradient: that of the shard if every pass is reduced, else that of the
         parameter."""
-        holdings = self._parts.holdings
-        return (holdings.layouts if self._parts.gradients.holds_sums else holdings.cuts).get(name)
+        local_state = self._parts.local_state
+        return (local_state.layouts if self._parts.gradients.holds_sums else local_state.cuts).get(name)
 
     def _restore_random(self, stored: Stored) -> None:
         """Restore the RNG state by stream, not by rank: ranks that share a batch must draw the same numbers."""
-        mine = _read(stored, f"rng.{self._stream}.", drop="")
-        if mine and stored.world_size == self._world.mesh_size:
-            restore_random_state(self._stream, self._world.device, mine)
+        local = _read(stored, f"rng.{self._stream}.", drop="")
+        if local and stored.world_size == self._world.mesh_size:
+            restore_random_state(self._stream, self._world.device, local)
         else:  # another number of ranks has other streams; they are seeded from the seed and the step
             seed_for_rank(self._world.seed + stored.step, self._stream)
 

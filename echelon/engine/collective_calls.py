@@ -122,12 +122,12 @@ class RollCall:
         self.open()
         assert self._group is not None
         shapes = [list(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] if sharers else []
-        mine = [call, step, what, list(sharers), shapes, list(data), list(fed)]
-        found = gather_json(mine, self._group, "roll call", f"{call}()")
-        _compare_calls(found)
-        _compare_shapes(found)
-        remarks = [_compare_data(each) for each in zip(*(one[5] for one in found), strict=False)]
-        return next(filter(None, remarks), None) or self._alike.remark([one[6] for one in found])
+        local = [call, step, what, list(sharers), shapes, list(data), list(fed)]
+        result = gather_json(local, self._group, "roll call", f"{call}()")
+        _compare_calls(result)
+        _compare_shapes(result)
+        remarks = [_compare_data(each) for each in zip(*(one[5] for one in result), strict=False)]
+        return next(filter(None, remarks), None) or self._alike.remark([one[6] for one in result])
 
     def _asked(self, call: str) -> bool:
         if self._always or call not in PER_STEP:

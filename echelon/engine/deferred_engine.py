@@ -151,14 +151,14 @@ class DeferredEngine(Engine):
             batch_size = collate = None
         return self._created().evaluate(data, batch_size=batch_size, collate=collate, metrics=metrics, ema=ema)
 
-    def _open_loader(self, asked: LoaderRequest) -> Loader:
+    def _open_loader(self, request: LoaderRequest) -> Loader:
         if self._known is None:
             assert self._finder is not None
-            self._use(self._finder.plan_from_data(*asked[:4]))
+            self._use(self._finder.plan_from_data(*request[:4]))
         if self._engine is not None:
-            return self._engine._open_loader(asked)
+            return self._engine._open_loader(request)
         assert self._known is not None
-        return self._known.loaders.training(asked)
+        return self._known.loaders.training(request)
 
     # ---- calls that are kept for the engine ----
 

@@ -85,8 +85,8 @@ def _stages_of(name: str, marks: ModelMarks, held: ParameterPlacement) -> tuple[
     unit = next((number for unit, number in marks.units.items() if within(name, unit)), None)
     if unit is not None:
         return (unit,)
-    found = {stages for parameter, stages in (held.stages or {}).items() if within(parameter, name)}
-    return () if not found else next(iter(found)) if len(found) == 1 else None
+    result = {stages for parameter, stages in (held.stages or {}).items() if within(parameter, name)}
+    return () if not result else next(iter(result)) if len(result) == 1 else None
 
 
 def _how(
@@ -146,12 +146,12 @@ def _sorted_out(
 
 def _coarsest(chosen: Mapping[str, tuple[int, ...]], everything: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Group ``chosen`` by the largest modules whose parameters are all chosen and on the same stages."""
-    found = {}
+    result = {}
     for name, where in chosen.items():
         parts = name.split(".")
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        found[next(p for p in prefixes if all(chosen.get(o) == where for o in everything if within(o, p)))] = where
-    return found
+        result[next(p for p in prefixes if all(chosen.get(o) == where for o in everything if within(o, p)))] = where
+    return result
 
 
 def _staged(stages: Collection[int]) -> str:

@@ -168,13 +168,13 @@ def fit_to_ranks(
         return marks, cluster, None
     splits = bool(marks.splits) or isinstance(marks.default, Split)
     cluster = _covering(cluster, ranks)
-    found = refit(marks.stages, marks.pipeline, splits, cluster.slice_size(ranks_per_host), ranks)
-    if found is None:
+    result = refit(marks.stages, marks.pipeline, splits, cluster.slice_size(ranks_per_host), ranks)
+    if result is None:
         return marks, cluster, None
-    copies = ranks // (found.stage * found.split)
-    shape = words(found.stage, found.split) + (f" x {copies} replicas" if copies > 1 else "")
-    line = f"{ranks} ranks do not fit {found.asked}; continuing with {shape}"
-    return _merged(marks, found.stage), Slices(average=found.stage * found.split), line
+    copies = ranks // (result.stage * result.split)
+    shape = words(result.stage, result.split) + (f" x {copies} replicas" if copies > 1 else "")
+    line = f"{ranks} ranks do not fit {result.requested}; continuing with {shape}"
+    return _merged(marks, result.stage), Slices(average=result.stage * result.split), line
 
 
 def _covering(cluster: Slices, ranks: int) -> Slices:

@@ -65,7 +65,7 @@ class MovingAverage:
         self._stored: Stored | None = None  # a checkpoint whose averaged weights have not been restored yet
         self.averages: EmaWeights | None = None if settings is None else self._begun_with(settings)
         self._is_applied = False
-        self._told = False  # True after the notice that the average of a checkpoint is not saved again
+        self._has_warned = False  # True after the notice that the average of a checkpoint is not saved again
 
     def __call__(self, decay: float = 0.999, **options: Any) -> MovingAverage:
         """Start averaging the weights after each update; all ranks call it.
@@ -135,7 +135,7 @@ class MovingAverage:
         is_sharded = parts.plan.is_model_parallel or parts.plan.shard is not None
         with self._run.checker.explained(), self._one.shown():
             control = self._run.world.control if is_sharded else None
-            return assembled_state(parts.holdings, averages.as_weights(), control)
+            return assembled_state(parts.local_state, averages.as_weights(), control)
 
     def refuse(self, call: str, instead: str = "leave 'with engine.ema.applied()' first") -> None:
         """Raise ``UsageError`` within ``applied()``, for calls that need the weights of training."""
@@ -147,8 +147,8 @@ class MovingAverage:
         if self.averages is not None:
             self.refuse("engine.save()")
             self._meet()
-        elif self._settings is None and self._stored is not None and not self._told:
-            self._told = True
+        elif self._settings is None and self._stored is not None and not self._has_warned:
+            self._has_warned = True
             self._say(
                 "ema: the checkpoint has averaged weights and this run keeps no average, so that they are not saved "
                 "again; "
@@ -156,7 +156,7 @@ class MovingAverage:
             )
 
     def _begun_with(self, settings: Ema) -> EmaWeights:
-        averages = EmaWeights(settings, self._parts.holdings, _exact_weights(self._parts.optimizers))
+        averages = EmaWeights(settings, self._parts.local_state, _exact_weights(self._parts.optimizers))
         stored, self._stored = self._stored, None
         if stored is not None and stored.step == self._run.progress.steps:
             averages.restore(stored)

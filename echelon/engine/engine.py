@@ -69,7 +69,7 @@ class Engine(OwnLoop):
         prepare(run.model, planned.plan.fast)
         self._parts = parts = parallelize(
             world=run.world,
-            company=run.checker,
+            checker=run.checker,
             grid=grid,
             model=run.model,
             objective=planned.objective,
@@ -85,7 +85,7 @@ class Engine(OwnLoop):
             plan=parts.plan,
             grid=grid,
             control=run.world.control,
-            company=run.checker,
+            checker=run.checker,
             say=lambda line: run.say(line, "warning"),
         )
         self._clock = run.metrics.clock
@@ -129,7 +129,9 @@ class Engine(OwnLoop):
             for line in placement(parts.plan, self._planned.marks, run.world.ranks_per_host, parts.cut):
                 run.metrics.say(line)
         first = next(iter(parts.optimizers.values()))
-        run.backend.open(first, parts.holdings.parameters, lambda: self._checkpoints.pack_worker_state(self.steps + 1))
+        run.backend.open(
+            first, parts.local_state.parameters, lambda: self._checkpoints.pack_worker_state(self.steps + 1)
+        )
         run.exit.add(self._finish)
         run.progress.resume_at(self._restorer.finish(self.steps))
         run.record.assembled(self._view)
@@ -245,7 +247,7 @@ class Engine(OwnLoop):
         batches = loaders.evaluation(data, batch_size, collate)
         averaged = self._ema.applied() if ema else contextlib.nullcontext()
         with self._clock.apart("evaluate"), averaged, self._replicas.shown():
-            results = evaluate(self.model, self._judge, batches, metrics, self._run.world, loaders.taken)
+            results = evaluate(self.model, self._evaluate_batch, batches, metrics, self._run.world, loaders.taken)
         prefix = "eval_ema_" if ema else "eval_"
         self._run.metrics.note({"step": self.steps, **{f"{prefix}{name}": value for name, value in results.items()}})
         return results
@@ -278,8 +280,8 @@ class Engine(OwnLoop):
             self._run.trial.run(self, (((batch,), {}) for _ in itertools.count() for batch in loader))
         return loader
 
-    def _open_loader(self, asked: LoaderRequest) -> Loader:
-        return self._planned.loaders.training(asked)
+    def _open_loader(self, request: LoaderRequest) -> Loader:
+        return self._planned.loaders.training(request)
 
     # ---- checkpoints ----
 
@@ -306,7 +308,7 @@ class Engine(OwnLoop):
         """
         is_sharded = self.plan.is_model_parallel or self.plan.shard is not None
         with self._run.checker.explained(), self._replicas.shown():
-            return whole_state(self._parts.holdings, self._run.world.control, is_sharded)
+            return whole_state(self._parts.local_state, self._run.world.control, is_sharded)
 
     @collective_call("load")
     def load(self, path: str | Path) -> None:
@@ -435,18 +437,18 @@ class Engine(OwnLoop):
         """The function from a batch to its loss."""
         return self._planned.objective.forward_loss
 
-    def _judge(self, batch: Any) -> list[EvalOutput]:
+    def _evaluate_batch(self, batch: Any) -> list[EvalOutput]:
         with self._run.checker.explained():
-            return self._passes.judge(batch)
+            return self._passes.evaluate(batch)
 
-    def _ask_outputs(self, asked: bool) -> None:
+    def _ask_outputs(self, requested: bool) -> None:
         """Start collecting outputs, or drop those of an earlier step."""
         self._output = None
         objective = self._planned.objective
-        if asked is not False:
+        if requested is not False:
             from echelon.parallel.step_outputs import asked_outputs
 
-            objective.collect_outputs(asked_outputs(asked))
+            objective.collect_outputs(asked_outputs(requested))
         elif objective.outputs is not None:  # of a step that has failed
             objective.collect_outputs(None)
 

@@ -98,12 +98,12 @@ class ForwardBackward:
         self._forward = forward
         self._is_last = grid.coords["stage"] == grid.size("stage") - 1
         # One of the ranks that share a batch reports its samples.
-        self.speaks = self._is_last and (parts.plan.batch_per_split_rank or grid.coords["split"] == 0)
+        self.contributes = self._is_last and (parts.plan.batch_per_split_rank or grid.coords["split"] == 0)
         self.has_own_loop = False  #: True if user code calls ``engine.backward``
         self.counted = True  #: True if the number of samples of the last pass is known
         self._buffers = buffers
         self._given = torch.zeros(())  # sum of the losses passed to ``add`` since ``reduce``
-        self._told: list[float | None] = []  # samples of each of these losses
+        self._stated_samples: list[float | None] = []  # samples of each of these losses
         self._early: tuple[frozenset[str], GlobalLoss] | None = None  # optimizers and result of ``reduce_early``
         self.has_run = False  #: True after a pass of ``engine.step``
         self._early_samples = 1.0  # weight of this rank in the last ``reduce``
@@ -143,11 +143,11 @@ class ForwardBackward:
                 "engine.backward() was called after the gradients of this update were reduced; look at them and clip "
                 "them once, between the last backward() and update()"
             )
-        self._told.append(samples)
-        if self._told[0] != samples:
+        self._stated_samples.append(samples)
+        if self._stated_samples[0] != samples:
             raise UsageError(
-                f"backward() was given samples={self._told[0]} and then samples={samples} for one update; losses that "
-                "are added up for an update stand for the same samples"
+                f"backward() was given samples={self._stated_samples[0]} and then samples={samples} for one update; "
+                "losses that are added up for an update stand for the same samples"
             )
         if samples is None and self._group is not None and not self._rows.is_used:
             self.own_counts.add(scalar(loss))
@@ -157,33 +157,33 @@ class ForwardBackward:
     def reduce_local(self, optimizers: Collection[str], samples: float | None, step: int) -> GlobalLoss:
         """Reduce the gradients of these optimizers; ``samples`` is the weight of this rank in the mean."""
         if self._early is not None:
-            tally, self._early = self._reduced(optimizers, samples), None
-            return tally
-        told = self._told[0] if self._told else None
-        if None not in (told, samples) and told != samples:
-            raise UsageError(f"update() was given samples={samples}, but backward() samples={told}; give it to one")
-        self.counted = told is not None or samples is not None
-        known = told if told is not None else samples
-        weight, tally = self._tally_own(known)
+            global_loss, self._early = self._reduced(optimizers, samples), None
+            return global_loss
+        stated = self._stated_samples[0] if self._stated_samples else None
+        if None not in (stated, samples) and stated != samples:
+            raise UsageError(f"update() was given samples={samples}, but backward() samples={stated}; give it to one")
+        self.counted = stated is not None or samples is not None
+        known = stated if stated is not None else samples
+        weight, global_loss = self._own_loss(known)
         self._early_samples = 1.0 if known is None else known
         mixes = "gather_batch() mixes gradients of all replicas" if self._rows.is_used else None
         mixes = "batch norm has statistics over all replicas" if self._mixes else mixes
         self._rows.restart()
-        if mixes and told is None and samples is not None and tally.samples != weight * self._replicas:
+        if mixes and stated is None and samples is not None and global_loss.samples != weight * self._replicas:
             raise UsageError(
                 f"{mixes}, and their batches have different lengths: losses must be "
                 "weighed before backward then; give engine.backward(loss, samples=...), not engine.update(samples=...)"
             )
-        self._told = []  # cleared first, so that norms taken during the reduction are not seen as user calls
-        self._gradients.reduce(optimizers, weight, tally, step, weighed=told is not None)
-        self._check(step, tally)
+        self._stated_samples = []  # cleared first, so that norms taken during the reduction are not seen as user calls
+        self._gradients.reduce(optimizers, weight, global_loss, step, weighed=stated is not None)
+        self._check(step, global_loss)
         if self._buffers is not None and self._buffers.is_active:
             self._buffers.after_pass(float(weight))
         self._given = torch.zeros(())
         self.own_counts.clear()
-        return tally
+        return global_loss
 
-    def _tally_own(self, samples: float | None) -> tuple[Count, GlobalLoss]:
+    def _own_loss(self, samples: float | None) -> tuple[Count, GlobalLoss]:
         """Return the weight of this rank's losses in the mean, and that mean.
 
         If no ``samples`` are given, the weight is the count that the losses average over, provided that every rank
@@ -194,15 +194,15 @@ class ForwardBackward:
             weight = 1.0 if samples is None else samples
             return weight, GlobalLoss(loss, weight, weight, is_sum, self._group)
         own = self.own_counts.known
-        tally = GlobalLoss(loss, own.count, own.code, False, self._group)
-        if tally.rows == self._replicas * MEAN_CODE:
-            return own.count, tally
-        return 1.0, GlobalLoss(loss, 1.0, 1.0, bool(tally.rows == self._replicas * SUM_CODE), self._group)
+        global_loss = GlobalLoss(loss, own.count, own.code, False, self._group)
+        if global_loss.rows == self._replicas * MEAN_CODE:
+            return own.count, global_loss
+        return 1.0, GlobalLoss(loss, 1.0, 1.0, bool(global_loss.rows == self._replicas * SUM_CODE), self._group)
 
     @property
     def is_local(self) -> bool:
         """True if local gradients wait for ``reduce``."""
-        return bool(self._told)
+        return bool(self._stated_samples)
 
     @property
     def is_waiting(self) -> bool:
@@ -219,7 +219,7 @@ class ForwardBackward:
     def _reduced(self, optimizers: Collection[str], samples: float | None) -> GlobalLoss:
         """Return the result of ``reduce_early``. Raises ``UsageError`` if optimizers or samples differ."""
         assert self._early is not None
-        known, tally = self._early
+        known, global_loss = self._early
         if known != frozenset(optimizers):
             raise UsageError(
                 f"gradients were reduced for {_names(known)} and are now asked for {_names(optimizers)}; call "
@@ -230,15 +230,15 @@ class ForwardBackward:
                 f"samples={samples} comes too late: the gradients were reduced before; give it to "
                 "engine.backward(loss, samples=...)"
             )
-        return tally
+        return global_loss
 
-    def update_loss(self, tally: StepLoss) -> Tensor:
-        """Return the mean loss over all accumulated passes of an update, the last of which is ``tally``."""
+    def update_loss(self, global_loss: StepLoss) -> Tensor:
+        """Return the mean loss over all accumulated passes of an update, the last of which is ``global_loss``."""
         if self._merges == 1:
-            return tally.loss
-        return torch.as_tensor(self._gradients.loss, device=tally.local.device).to(tally.local.dtype)
+            return global_loss.loss
+        return torch.as_tensor(self._gradients.loss, device=global_loss.local.device).to(global_loss.local.dtype)
 
-    def judge(self, batch: Any) -> list[EvalOutput]:
+    def evaluate(self, batch: Any) -> list[EvalOutput]:
         """Return output and loss of a batch; a pipeline has one result per micro-batch, on its last stage.
 
         Samples are counted on the one rank that reports the batch. The other ranks return results with 0 samples,
@@ -246,10 +246,10 @@ class ForwardBackward:
         """
         self._rows.begin()
         if self._staged is not None:
-            judged = self._staged.evaluate(batch, self._evaluation)
+            evaluated = self._staged.evaluate(batch, self._evaluation)
         else:
-            judged = [evaluate_batch(self._objective, batch, self._evaluation)]
-        return judged if self.speaks else [replace(each, samples=0) for each in judged]
+            evaluated = [evaluate_batch(self._objective, batch, self._evaluation)]
+        return evaluated if self.contributes else [replace(each, samples=0) for each in evaluated]
 
     def _run_whole(self, batch: PreparedBatch, step: int) -> GlobalLoss:
         inputs, rows, samples = batch.inputs, batch.rows, batch.samples

@@ -70,14 +70,14 @@ class LoaderFactory:
             return data
         if isinstance(data, Loader):
             raise UsageError("evaluate() was given a loader, which sets batch_size and collate; leave both out here")
-        asked = loader_request(data, batch_size, None, {} if collate is None else {"collate": collate})
-        options = {**asked.options, "shuffle": False, "uneven": "join"}
+        requested = loader_request(data, batch_size, None, {} if collate is None else {"collate": collate})
+        options = {**requested.options, "shuffle": False, "uneven": "join"}
         if "batch_sampler" not in options:
-            options["batch_size"] = asked.batch_size or 64
-        if asked.options.get("uneven") == "drop":
+            options["batch_size"] = requested.batch_size or 64
+        if requested.options.get("uneven") == "drop":
             self._say_once("evaluate: drop_last=True of the DataLoader is ignored: every sample counts once")
         alone: dict[str, Any] = {"rank": 0, "world_size": 1} if self._replicas != self._plan.replicas else {}
-        return self.loader(asked.dataset, **options, **alone)
+        return self.loader(requested.dataset, **options, **alone)
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
@@ -105,9 +105,9 @@ class LoaderFactory:
             ahead=ahead,
         )
 
-    def training(self, asked: LoaderRequest) -> Loader:
+    def training(self, request: LoaderRequest) -> Loader:
         """Create a training loader, with the options that the elastic rule sets if one is in force."""
-        dataset, batch_size, global_batch, options, _ = asked
+        dataset, batch_size, global_batch, options, _ = request
         if "batch_sampler" not in options:
             size = self.replica_batch(batch_size, global_batch)
             if self._elastic.rule is not None:
@@ -200,8 +200,8 @@ def training_request(
 ) -> LoaderRequest:
     """Return what a call of ``engine.loader`` asks for, with the batch sizes that the elastic rule sets."""
     refuse_unnamed(sizes)
-    asked = loader_request(dataset, batch_size, global_batch, options)
-    if asked.origin:
-        run.say(asked.origin)
-    batch_size, global_batch = run.elastic.sizes(asked.batch_size, asked.global_batch)
-    return asked._replace(batch_size=batch_size, global_batch=global_batch)
+    requested = loader_request(dataset, batch_size, global_batch, options)
+    if requested.origin:
+        run.say(requested.origin)
+    batch_size, global_batch = run.elastic.sizes(requested.batch_size, requested.global_batch)
+    return requested._replace(batch_size=batch_size, global_batch=global_batch)

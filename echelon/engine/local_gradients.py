@@ -53,7 +53,9 @@ class LocalGradients:
         self._applied_at_once = plan.low_memory is not None or bool(plan.dgc)
         self._differ = parts.gradients.is_reduced or parts.scaler.active  # local gradients differ from final ones
         self._keys, self._owners = list(parts.optimizers), _owners(parts)
-        self._parameters = dict(_identified([*parts.holdings.model.parameters(), *parts.holdings.parameters.values()]))
+        self._parameters = dict(
+            _identified([*parts.local_state.model.parameters(), *parts.local_state.parameters.values()])
+        )
         self._looks = EARLY if self._differ and not self._is_sharded else 0
         self._seen: list[tuple[int, int]] = []
         self._has_warned = False

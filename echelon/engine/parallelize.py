@@ -16,7 +16,7 @@ from torch import nn
 
 from echelon.base.mesh import AXES
 from echelon.distributed.collectives import gather_json
-from echelon.distributed.local_state import Addend, LocalState, grouped_names, local_parameters
+from echelon.distributed.local_state import LocalState, PartialSum, grouped_names, local_parameters
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.tensor_layout import Layout
 from echelon.distributed.world import World
@@ -64,7 +64,7 @@ class ParallelModel:
     """One rank's part of a model, with the objects that train it."""
 
     plan: Plan
-    holdings: LocalState
+    local_state: LocalState
     optimizers: dict[str, torch.optim.Optimizer]
     gradients: Gradients
     scaler: LossScaler
@@ -79,7 +79,7 @@ class ParallelModel:
 
 def parallelize(
     world: World,
-    company: ConsistencyChecker,
+    checker: ConsistencyChecker,
     grid: MeshGroups,
     model: nn.Module,
     objective: Objective,
@@ -103,31 +103,31 @@ def parallelize(
         cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
         plan = complete(plan, owned, cut=cut, partial=partial, stages=stages)
         check_same_plan(plan, world.control)
-    _change_modules(world, company, plan, model, grid)
+    _change_modules(world, checker, plan, model, grid)
     parameters = local_parameters(model)
     carriers = _carriers(plan, grid)
     shards = _shard(world, plan, model, parameters, applied, given, grid)
     held = dict(parameters) | (shards.shards if shards else {})
     counted = {name for name in held if _counts(plan, name, grid, applied, shards)}
-    holdings = LocalState(
+    local_state = LocalState(
         model=model,
         parameters=held,
         layouts={**applied.layouts, **(shards.layouts if shards else {})},
         cuts=applied.layouts,
         groups=names,
-        addends=_addends(plan, grid),
+        partial_sums=_addends(plan, grid),
         counted=frozenset(counted),
-        speaks=frozenset(counted | _spoken_buffers(plan, model, grid)),
+        contributes=frozenset(counted | _spoken_buffers(plan, model, grid)),
     )
-    peers = make_dgc_groups(plan, world, company.groups) if plan.dgc else None
+    peers = make_dgc_groups(plan, world, checker.groups) if plan.dgc else None
     optimizers = replace_optimizers(plan, given, held, peers)
-    add_up_norms(optimizers, holdings, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
+    add_up_norms(optimizers, local_state, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
     scaler = LossScaler(plan.amp)
     local: LocalSgdAverager | None = None
     if plan.local:
         first = carriers[("replicate",)][0]
-        local = LocalSgdAverager(plan, model, optimizers, scaler, first, lambda: company.answer_sync(batches))
-    census = _census(plan, holdings, grid, alone=local is not None)
+        local = LocalSgdAverager(plan, model, optimizers, scaler, first, lambda: checker.answer_sync(batches))
+    census = _census(plan, local_state, grid, alone=local is not None)
     reducers: dict[str, GradientReducer] = {}
     sums: list[PartialGradientSum] = [TiedWeights(plan, grid, held)] if plan.stages else []
     if shards is not None:
@@ -145,7 +145,7 @@ def parallelize(
     staged = _staged(world, plan, model, objective, grid)
     guard_parts(plan, model)
     return ParallelModel(
-        plan, holdings, optimizers, gradients, scaler, census, local, staged, shards, group, remarks, cut
+        plan, local_state, optimizers, gradients, scaler, census, local, staged, shards, group, remarks, cut
     )
 
 
@@ -204,8 +204,8 @@ def _here(model: nn.Module, stages: StageTrace | None, grid: MeshGroups) -> Call
         return lambda name: True
     from echelon.parallel.pipeline.placeholder_pool import holds
 
-    mine = hosted_stages(stages, grid)
-    foreign = [unit for unit, stage in stages.units.items() if stage not in mine]
+    hosted = hosted_stages(stages, grid)
+    foreign = [unit for unit, stage in stages.units.items() if stage not in hosted]
 
     def here(name: str) -> bool:
         inside = any(within(name, unit) for unit in foreign)
@@ -235,13 +235,13 @@ def hosted_stages(stages: StageTrace, grid: MeshGroups) -> list[int]:
     return list(range(grid.coords["stage"], 1 + max(stages.units.values()), grid.size("stage")))
 
 
-def _change_modules(world: World, company: ConsistencyChecker, plan: Plan, model: nn.Module, grid: MeshGroups) -> None:
+def _change_modules(world: World, checker: ConsistencyChecker, plan: Plan, model: nn.Module, grid: MeshGroups) -> None:
     here = _here(model, plan.stages, grid)
     _count_experts_together(plan, model, grid, here)
     shared = grid.new_group(*plan.data_axes)
     if plan.sync_batch_norm and shared is not None:
-        company.remarks.extend(_norms_between_stages(plan))
-        synchronize(model, filter(here, plan.sync_batch_norm), shared, company.attend, company.remarks.append)
+        checker.remarks.extend(_norms_between_stages(plan))
+        synchronize(model, filter(here, plan.sync_batch_norm), shared, checker.attend, checker.remarks.append)
     if plan.recompute or plan.recompute_chains:
         together = grid.control("replicate", "split") if plan.is_model_parallel else world.control
         segments, chains = local_segments(plan, grid)
@@ -268,8 +268,8 @@ def local_segments(plan: Plan, grid: MeshGroups) -> tuple[Segments, tuple[str, .
     """
     if plan.stages is None:
         return plan.recompute, plan.recompute_chains
-    mine = hosted_stages(plan.stages, grid)
-    units = [unit for unit, stage in plan.stages.units.items() if stage in mine]
+    hosted = hosted_stages(plan.stages, grid)
+    units = [unit for unit, stage in plan.stages.units.items() if stage in hosted]
 
     everywhere = list(plan.stages.units)
 
@@ -355,21 +355,21 @@ def _leads(plan: Plan, name: str, grid: MeshGroups) -> bool:
     return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.coords["stage"]
 
 
-def _addends(plan: Plan, grid: MeshGroups) -> dict[str, Addend]:
+def _addends(plan: Plan, grid: MeshGroups) -> dict[str, PartialSum]:
     """Return the addend of each gradient sum that this rank's backward computes.
 
     With shard levels 2 and 3 every pass is summed over replicas, so the replicate axis does not count.
     """
     summed = plan.shard is not None and plan.shard.level > 1
-    found: dict[str, Addend] = {}
+    result: dict[str, PartialSum] = {}
     for bucket in plan.buckets:
         if grid.coords["stage"] not in bucket.stages:
             continue
         axes = [axis for axis in bucket.axes if not (summed and axis == "replicate")]
         ranks, place = grid.size(*axes), bucket.stages.index(grid.coords["stage"])
-        one = Addend(place * ranks + grid.index(*axes), len(bucket.stages) * ranks)
-        found |= dict.fromkeys(bucket.parameters, one)
-    return found
+        one = PartialSum(place * ranks + grid.index(*axes), len(bucket.stages) * ranks)
+        result |= dict.fromkeys(bucket.parameters, one)
+    return result
 
 
 def _counts(plan: Plan, name: str, grid: MeshGroups, applied: SplitResult, shards: Shards | None) -> bool:
@@ -383,10 +383,10 @@ def _spoken_buffers(plan: Plan, model: nn.Module, grid: MeshGroups) -> set[str]:
     return {name for name, _ in model.named_buffers() if plan.stages is None or _leads(plan, name, grid)}
 
 
-def _census(plan: Plan, holdings: LocalState, grid: MeshGroups, alone: bool) -> Census:
+def _census(plan: Plan, local_state: LocalState, grid: MeshGroups, alone: bool) -> Census:
     is_sharded = plan.is_model_parallel or plan.shard is not None
     everyone = grid.group(*AXES)
-    counted = {id(holdings.parameters[name]) for name in holdings.counted}
+    counted = {id(local_state.parameters[name]) for name in local_state.counted}
     return Census(
         counted, everyone if is_sharded else None, everyone if (is_sharded or plan.dgc) and not alone else None
     )

@@ -2,8 +2,8 @@
 
 Signals reach ranks at different times, and possibly not all of them. The ranks agree through the rendezvous store:
 
-1. A rank that received a signal sets ``asked``. A thread of every rank polls for it twice a second. Once a thread sees
-   it, its rank reads the store after every step, and the thread increments ``ready``.
+1. A rank that received a signal sets ``requested``. A thread of every rank polls for it twice a second. Once it sees
+   that, its rank reads the store after every step, and the thread increments ``ready``.
 2. When all ranks are ready, rank 0 sets ``step``, the step to stop after: the one that rank 0 is about to begin. No
    rank can finish this step without rank 0, so every rank that has finished it finds its number in the store.
 
@@ -127,13 +127,13 @@ class PreemptionHandler:
 
     def _watch(self) -> None:
         assert self._requests is not None
-        told = False
+        has_notified = False
         try:
             while not self._over.wait(max(INTERVAL, INTERVAL_PER_RANK * self._world.size)):
-                if self._asked is not None and not told:
+                if self._asked is not None and not has_notified:
                     self._requests.ask(self._asked)
-                    told = True
-                if self._requests.asked():
+                    has_notified = True
+                if self._requests.is_requested():
                     self._checking = True
                     self._requests.ready()
                     return
@@ -151,13 +151,13 @@ class _PreemptionRequests:
         self._ranks = world.size
 
     def ask(self, reason: str) -> None:
-        self._store.set("asked", reason)
+        self._store.set("requested", reason)
 
-    def asked(self) -> bool:
-        return bool(self._store.check(["asked"]))
+    def is_requested(self) -> bool:
+        return bool(self._store.check(["requested"]))
 
     def reason(self) -> str:
-        return bytes(self._store.get("asked")).decode() if self.asked() else ""
+        return bytes(self._store.get("requested")).decode() if self.is_requested() else ""
 
     def ready(self) -> None:
         self._store.add("ready", 1)

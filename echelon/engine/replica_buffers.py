@@ -44,9 +44,9 @@ class _Place(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        found = self.module._buffers[self.key]
-        assert found is not None
-        return found
+        result = self.module._buffers[self.key]
+        assert result is not None
+        return result
 
 
 def replica_buffers(
@@ -54,7 +54,7 @@ def replica_buffers(
     plan: Plan,
     grid: MeshGroups,
     control: dist.ProcessGroup | None,
-    company: ConsistencyChecker,
+    checker: ConsistencyChecker,
     say: Say,
 ) -> ReplicaBuffers | None:
     """Return the object that keeps buffers equal; None if there are no buffers or no replicas that share every step."""
@@ -62,7 +62,7 @@ def replica_buffers(
     has_any = bool(plan.sync_batch_norm) or next(_outside_of_norms(model), None) is not None
     if group is None or control is None or plan.local or not has_any:
         return None
-    return ReplicaBuffers(model, group, control, company.remarks, say)
+    return ReplicaBuffers(model, group, control, checker.remarks, say)
 
 
 def _outside_of_norms(model: nn.Module) -> Iterator[_Place]:
@@ -112,9 +112,9 @@ class ReplicaBuffers:
         """Find buffers that differ between replicas, log and average them. All ranks call it."""
         fed = [place for place, differs in zip(self._places, self._differing(), strict=True) if differs]
         new = [place for place in fed if place not in self._fed]
-        told, self._remarks[:] = list(self._remarks), []
+        new_remarks, self._remarks[:] = list(self._remarks), []
         facts = [(place.name, type(place.module).__name__) for place in new]
-        found = gather_json([facts, told], self._control, "comparison of buffers")
+        found = gather_json([facts, new_remarks], self._control, "comparison of buffers")
         for line in dict.fromkeys(line for one in found for line in one[1]):
             self._say(line)
         for line in _lines({name: kind for one in found for name, kind in one[0]}):
@@ -127,8 +127,8 @@ class ReplicaBuffers:
     def _differing(self) -> list[bool]:
         if not self._places:
             return []
-        mine = torch.stack([_fingerprint(place.value) for place in self._places])
-        every = all_gather(mine, self._group, "comparison of buffers").transpose(0, 1).tolist()
+        local = torch.stack([_fingerprint(place.value) for place in self._places])
+        every = all_gather(local, self._group, "comparison of buffers").transpose(0, 1).tolist()
         return [any(not _is_same(one, prints[0]) for one in prints) for prints in every]
 
     @torch.no_grad()

@@ -96,9 +96,9 @@ class StateFinder(ABC):
 
     def _damage(self, source: Path | Stored) -> str | None:
         """Restore ``source`` on all ranks; return the reason why a rank cannot resume from it, None if all can."""
-        mine = self._own_damage(source)
-        found = [mine] if self._world.control is None else gather_json(mine, self._world.control)
-        return next(filter(None, found), None)
+        local = self._own_damage(source)
+        result = [local] if self._world.control is None else gather_json(local, self._world.control)
+        return next(filter(None, result), None)
 
     def _own_damage(self, source: Path | Stored) -> str | None:
         try:

@@ -45,9 +45,9 @@ class RunView:
         return self._run.optimizers if self._parts is None else self._parts.optimizers
 
     @property
-    def holdings(self) -> LocalState | None:
+    def local_state(self) -> LocalState | None:
         """This rank's part of the model."""
-        return None if self._parts is None else self._parts.holdings
+        return None if self._parts is None else self._parts.local_state
 
     @property
     def served(self) -> object | None:

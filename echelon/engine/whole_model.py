@@ -18,36 +18,36 @@ from echelon.distributed.tensor_layout import Layout, Part, local_tensor
 
 
 @torch.no_grad()
-def whole_state(holdings: LocalState, control: dist.ProcessGroup | None, is_sharded: bool) -> dict[str, Tensor]:
+def whole_state(local_state: LocalState, control: dist.ProcessGroup | None, is_sharded: bool) -> dict[str, Tensor]:
     """Return all parameters and persistent buffers by name, whole, in host memory, on every rank. All ranks call it.
 
     Tied weights appear under each of their names, as in ``state_dict()``.
     """
-    return assembled_state(holdings, holdings.tensors(), control if is_sharded else None)
+    return assembled_state(local_state, local_state.tensors(), control if is_sharded else None)
 
 
 @torch.no_grad()
 def assembled_state(
-    holdings: LocalState, mine: dict[str, Tensor | Part], control: dist.ProcessGroup | None
+    local_state: LocalState, local: dict[str, Tensor | Part], control: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """Return the full state of which this rank holds ``mine``; ``control=None`` means that ``mine`` is complete."""
-    found = put_together(mine, holdings.speaks, control)
-    return found | {second: found[first] for second, first in model_aliases(holdings.model).items()}
+    """Return the full state of which this rank holds ``local``; ``control=None`` means that ``local`` is complete."""
+    result = put_together(local, local_state.contributes, control)
+    return result | {second: result[first] for second, first in model_aliases(local_state.model).items()}
 
 
 @torch.no_grad()
 def put_together(
-    mine: dict[str, Tensor | Part], speaks: Collection[str], control: dist.ProcessGroup | None
+    local: dict[str, Tensor | Part], contributes: Collection[str], control: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
     """Return whole tensors from the parts of all ranks.
 
-    mine:    tensors and parts that this rank holds
-    speaks:  names that this rank contributes
-    control: process group of all ranks; None if ``mine`` is complete
+    local:       tensors and parts that this rank holds
+    contributes: names that this rank contributes
+    control:     process group of all ranks; None if ``local`` is complete
     """
     if control is None:
-        return {name: local_tensor(value).cpu().clone() for name, value in mine.items()}
-    spoken = {name: value for name, value in mine.items() if name in speaks}
+        return {name: local_tensor(value).cpu().clone() for name, value in local.items()}
+    spoken = {name: value for name, value in local.items() if name in contributes}
     offers = gather_json({name: _facts(value) for name, value in spoken.items()}, control)
     merged: dict[str, Any] = {name: facts for offer in reversed(offers) for name, facts in offer.items()}
     return {name: _assembled(name, facts, spoken, control) for name, facts in sorted(merged.items())}

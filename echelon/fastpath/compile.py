@@ -76,7 +76,7 @@ class ModuleCompiler:
         """Compile each of these modules. When a shape changes, the second program is compiled for any length."""
         chosen = [model if name == WHOLE else model.get_submodule(name) for name in names]
         _configure(len(chosen) + SPARE)
-        _tell_of_limit(self._say)
+        _report_limit(self._say)
         _forget_programs(chosen)
         code = _inside(print).__code__.replace()
         for module in chosen:
@@ -119,7 +119,7 @@ class ModuleCompiler:
 
         return counted
 
-    def tell_if_nothing_was_made(self) -> None:
+    def report_if_nothing_was_made(self) -> None:
         if not self._made and not self.given_up:
             self._say(
                 "fast: compile has no effect: the compiler has found nothing to compile in the model (it skips "
@@ -283,7 +283,7 @@ def _configure(programs: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * programs)
 
 
-def _tell_of_limit(say: Say) -> None:
+def _report_limit(say: Say) -> None:
     """Report the recompile limit in one line, instead of torch's ten lines per code object."""
     logger = logging.getLogger("torch._dynamo.convert_frame")
     for old in [old for old in logger.filters if isinstance(old, _RecompileLimitFilter)]:

@@ -27,14 +27,14 @@ _DEEPEST = 6  # levels of nested containers that are compared
 class CapturedStep:
     """A forward and backward pass that is captured as a CUDA graph and replayed.
 
-    merges: True if gradients of several passes are accumulated before an update
-    told:   as in ``WarmupStep``
+    merges:  True if gradients of several passes are accumulated before an update
+    claimed: as in ``WarmupStep``
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, readings: PythonGuards, plain: Run, merges: bool, told: bool
+        self, model: nn.Module, batch: Any, readings: PythonGuards, plain: Run, merges: bool, claimed: bool
     ) -> None:
-        self._readings, self._plain, self._merges, self._told = readings, plain, merges, told
+        self._readings, self._plain, self._merges, self._claimed = readings, plain, merges, claimed
         self._signature = StepSignature(model, batch)
         leaves, self._structure = tree_flatten(batch)
         self._leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -53,9 +53,9 @@ class CapturedStep:
         return self.loss, self.replay
 
     def take(self, batch: Any) -> None:
-        for mine, given in zip(self._leaves, tree_leaves(batch), strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
+        for leaf, given in zip(self._leaves, tree_leaves(batch), strict=True):
+            if isinstance(leaf, Tensor):
+                leaf.copy_(given, non_blocking=True)
         self.loss = torch.empty_like(self._loss)
 
     def replay(self, weight: Tensor | float) -> None:
@@ -88,7 +88,7 @@ class CapturedStep:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads (the loaders' pinned memory) use the device during the capture.
         capturing = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
-        with _put_right(self._graph, self.device), _none_compiled(), _telling(self._told), capturing:
+        with _put_right(self._graph, self.device), _none_compiled(), _claiming_capture(self._claimed), capturing:
             self._loss = self._pass()
 
     def _pass(self) -> Tensor:
@@ -140,15 +140,16 @@ def generator_of(device: torch.device) -> torch.Generator:
 class WarmupStep:
     """An eager step before capture, which detects synchronization with the device: a graph cannot contain it.
 
-    told:   value that ``is_current_stream_capturing()`` returns in this step and in the capture after it. Models behave
-            differently: with True, models of transformers pass masks that they omit otherwise, which takes longer and
-            recompiles compiled blocks; with False, they may check if a mask is needed, which waits for the device
-    waits:  True if the step waited for the device
-    weight: weight of the loss in the last backward
+    claimed: value that ``is_current_stream_capturing()`` returns in this step and in the capture after it. Models
+             behave differently: with True, models of transformers pass masks that they omit otherwise, which takes
+             longer and recompiles compiled blocks; with False, they may check if a mask is needed, which waits for the
+             device
+    waits:   True if the step waited for the device
+    weight:  weight of the loss in the last backward
     """
 
-    def __init__(self, told: bool = False) -> None:
-        self.told, self.waits = told, False
+    def __init__(self, claimed: bool = False) -> None:
+        self.claimed, self.waits = claimed, False
         self.weight: Tensor | float = 1.0
 
     def run(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
@@ -166,7 +167,7 @@ class WarmupStep:
     @contextlib.contextmanager
     def _played(self) -> Iterator[None]:
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as seen, _telling(self.told):
+        with warnings.catch_warnings(record=True) as seen, _claiming_capture(self.claimed):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -177,14 +178,14 @@ class WarmupStep:
 
 
 @contextlib.contextmanager
-def _telling(captured: bool) -> Iterator[None]:
+def _claiming_capture(captured: bool) -> Iterator[None]:
     """Patch ``torch.cuda.is_current_stream_capturing()`` to return ``captured`` within the context."""
-    asked = torch.cuda.is_current_stream_capturing
+    original = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: captured
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = asked
+        torch.cuda.is_current_stream_capturing = original
 
 
 def has_room(device: torch.device) -> bool:

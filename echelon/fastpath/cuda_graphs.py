@@ -109,8 +109,8 @@ class CudaGraphRunner:
         self._phase = None
         assert self._readings is not None
         changed = self._readings.changed()
-        if self._rehearsal.waits and not self._rehearsal.told:
-            self._rehearsal, self._phase, self._steps = WarmupStep(told=True), self._rehearse, 0
+        if self._rehearsal.waits and not self._rehearsal.claimed:
+            self._rehearsal, self._phase, self._steps = WarmupStep(claimed=True), self._rehearse, 0
         elif self._rehearsal.waits:
             self._leave_out("forward or backward synchronizes with the device (reads a value of it)")
         elif changed is not None:
@@ -120,7 +120,7 @@ class CudaGraphRunner:
         return plain(batch)
 
     def _capture(self, batch: Any, plain: Run, readings: PythonGuards) -> tuple[Tensor, Backward]:
-        captured = CapturedStep(self._model, batch, readings, plain, self._merges, self._rehearsal.told)
+        captured = CapturedStep(self._model, batch, readings, plain, self._merges, self._rehearsal.claimed)
         try:
             captured.capture()
         except Exception as error:
@@ -164,10 +164,10 @@ class CudaGraphRunner:
         if self._contest is not None and not self._contest.is_full:
             return self._contest.run(batch, plain, captured.run)
         if self._contest is not None and self._contest.is_over():
-            self._judge(*(1e3 * seconds for seconds in self._contest.seconds()))
+            self._choose_faster(*(1e3 * seconds for seconds in self._contest.seconds()))
         return captured.run(batch)
 
-    def _judge(self, written: float, captured: float) -> None:
+    def _choose_faster(self, written: float, captured: float) -> None:
         """Keep the graph if it is faster, given the milliseconds of an eager and of a captured pass."""
         self._contest = None
         if captured < written:

@@ -159,7 +159,7 @@ class FastPath:
         """Return a snapshot of the state that a pass changes, in the first passes, which are likely to compile."""
         self._passes += 1
         if self._passes == EARLY + 1 and self._compiling is not None:
-            self._compiling.tell_if_nothing_was_made()
+            self._compiling.report_if_nothing_was_made()
         early = self._passes <= EARLY and self._alone
         return PassSnapshot(self._model, next(self._model.parameters()).device) if early else None
 

@@ -42,7 +42,7 @@ REGISTERS = ("_parameters", "_buffers", "_modules")
 
 Read = Callable[[], Any]
 Values = list[tuple[dict[str, Any], str, Any]]
-_GONE = object()
+_MISSING = object()
 _BY_VALUE = (tuple, frozenset, torch.device, torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -97,7 +97,7 @@ def _weights(parameters: list[nn.Parameter]) -> tuple[list[int], list[bool]]:
 def _are_as_they_were(values: Values) -> bool:
     """Return True if all values are unchanged. Identity is checked first, for speed: there may be thousands."""
     for held, name, value in values:
-        now = held.get(name, _GONE)
+        now = held.get(name, _MISSING)
         if now is not value and not same(now, value):
             return False
     return True
@@ -412,7 +412,7 @@ def _attribute(holder: Any, name: str) -> Any:
     try:
         return getattr(holder, name)
     except Exception:
-        return _GONE
+        return _MISSING
 
 
 def _item(holder: Any, key: Any) -> Any:
@@ -422,11 +422,11 @@ def _item(holder: Any, key: Any) -> Any:
             return dict.__getitem__(holder, key)
         return holder[key]
     except Exception:
-        return _GONE
+        return _MISSING
 
 
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _GONE
+        return _MISSING

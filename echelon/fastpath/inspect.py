@@ -47,9 +47,9 @@ def choose_fast_path(
     loss: Loss | None = None,
 ) -> Plan:
     """Return the plan with its fast path. All ranks call this together; only features of all devices are used."""
-    asked = requested_fast_path(strategy)
+    requested = requested_fast_path(strategy)
     amp = strategy.amp if strategy.amp is not None else plan.amp  # some strategies set it in the plan
-    chosen = decide(asked, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
+    chosen = decide(requested, amp, traits_of(plan, machine_of(world), model, optimizers, served, loss))
     return with_fast_path(plan, chosen)
 
 
@@ -66,10 +66,10 @@ def choose_for_saved_plan(
 
     It compiles if the draft does; on a GPU, a part that is impossible there is left out with a line.
     """
-    asked, machine = requested_fast_path(strategy), machine_of(world)
-    compile = asked.compile if machine.cuda or asked.compile is False else True
-    asked = dataclasses.replace(asked, bf16=False, compile=draft.compile and compile)
-    chosen = decide(asked, draft.amp or False, traits_of(plan, machine, model, optimizers, False, loss))
+    requested, machine = requested_fast_path(strategy), machine_of(world)
+    compile = requested.compile if machine.cuda or requested.compile is False else True
+    requested = dataclasses.replace(requested, bf16=False, compile=draft.compile and compile)
+    chosen = decide(requested, draft.amp or False, traits_of(plan, machine, model, optimizers, False, loss))
     return with_fast_path(plan, chosen)
 
 
@@ -87,11 +87,11 @@ def with_fast_path(plan: Plan, chosen: FastPathChoice) -> Plan:
 
 
 def machine_of(world: World) -> DeviceCapabilities:
-    mine = _machine(world.device)
+    local = _machine(world.device)
     if world.control is None:
-        return mine
-    everyone = gather_json(dataclasses.asdict(mine), world.control)
-    return DeviceCapabilities(**{name: all(one[name] for one in everyone) for name in dataclasses.asdict(mine)})
+        return local
+    everyone = gather_json(dataclasses.asdict(local), world.control)
+    return DeviceCapabilities(**{name: all(one[name] for one in everyone) for name in dataclasses.asdict(local)})
 
 
 def _machine(device: torch.device) -> DeviceCapabilities:

@@ -70,7 +70,7 @@ class FastPathTraits:
     uncaptured: str | None = None
 
 
-def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
+def decide(requested: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
     """Return the parts of the fast path to use; raise UsageError if a requested part is impossible.
 
     amp: the Strategy's setting; None leaves it open, False forbids it
@@ -82,8 +82,8 @@ def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
         "fused": traits.unfused or (None if traits.unset else "no optimizer with a fused step leaves fused= unset"),
         "graphs": _no_graphs(traits),
     }
-    on = {part: _is_on(part, getattr(asked, part), reason, traits) for part, reason in reasons.items()}
-    compiled = _compiled(asked, traits) if on["compile"] else ()
+    on = {part: _is_on(part, getattr(requested, part), reason, traits) for part, reason in reasons.items()}
+    compiled = _compiled(requested, traits) if on["compile"] else ()
     no_pad = _no_pad(compiled, on["bf16"] or bool(amp) or not traits.fp32, traits)
     return FastPathChoice(
         compiled=compiled,
@@ -91,11 +91,11 @@ def decide(asked: Fast, amp: object, traits: FastPathTraits) -> FastPathChoice:
         fused=traits.unset if on["fused"] else {},
         graphs=on["graphs"],
         bf16=on["bf16"],
-        padded=traits.odd if _is_on("pad", asked.pad, no_pad, traits) else (),
+        padded=traits.odd if _is_on("pad", requested.pad, no_pad, traits) else (),
         left_out={
             NAMES[part]: reason
             for part, reason in reasons.items()
-            if reason and traits.machine.cuda and getattr(asked, part) is None and _is_news(part, amp, traits)
+            if reason and traits.machine.cuda and getattr(requested, part) is None and _is_news(part, amp, traits)
         },
     )
 
@@ -152,18 +152,18 @@ def _no_pad(compiled: tuple[str, ...], sixteen: bool, traits: FastPathTraits) ->
     return None if sixteen else "padding speeds up 16-bit compute only"
 
 
-def _compiled(asked: Fast, traits: FastPathTraits) -> tuple[str, ...]:
+def _compiled(requested: Fast, traits: FastPathTraits) -> tuple[str, ...]:
     """Return the names of the modules to compile: the repeated blocks, or the whole model.
 
     Equal blocks are compiled once for all of them, in seconds. For different blocks the compiler would make one program
     with dynamic shapes, so compiling the whole model is faster.
     """
-    if asked.compile == "blocks" and not traits.blocks:
+    if requested.compile == "blocks" and not traits.blocks:
         raise UsageError("Fast(compile='blocks'): the model has no repeated blocks; use compile='whole'")
-    whole = asked.compile == "whole" or not traits.blocks
+    whole = requested.compile == "whole" or not traits.blocks
     if whole and traits.only_blocks:
         raise UsageError(
-            f"Fast(compile={asked.compile!r}): {traits.only_blocks}, so that only repeated blocks can be "
+            f"Fast(compile={requested.compile!r}): {traits.only_blocks}, so that only repeated blocks can be "
             f"compiled{'; use compile=True' if traits.blocks else ', and there are none; leave compile out'}"
         )
     return (WHOLE,) if whole else traits.blocks

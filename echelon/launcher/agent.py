@@ -25,7 +25,7 @@ from echelon.launcher.orphan_reaper import OrphanReaper, end_sessions
 from echelon.launcher.rank_environment import RankEnvironment, forget_logs
 from echelon.launcher.rendezvous.handler import LauncherRendezvous, RoundEnded
 from echelon.launcher.rendezvous.messages import RoundOutcome, host_failure
-from echelon.launcher.rendezvous.store_client import StoreGone
+from echelon.launcher.rendezvous.store_client import StoreLost
 from echelon.launcher.signals import StopNotice, signals_held
 from echelon.observability.runlog.events import Kind, note_beside
 
@@ -107,15 +107,15 @@ class HostAgent(LocalElasticAgent):
         while True:
             try:
                 self._begin(outcome)
-                with self._notice.heeded():
+                with self._notice.handled():
                     outcome = self._watch()
                     if outcome is None:
                         self._end_plugins()
                         return self._success()
                     self._announce(outcome)
                     self._end(outcome)
-            except StoreGone as gone:
-                outcome = self._launcher_rendezvous.recover_lost_store(gone)
+            except StoreLost as error:
+                outcome = self._launcher_rendezvous.recover_lost_store(error)
                 self._announce(outcome)
                 self._end(outcome)
             except RoundEnded as end:
@@ -164,8 +164,8 @@ class HostAgent(LocalElasticAgent):
             return self._left_unasked([code for _, code in codes])
         if self._looks.due():
             for plugin in self._plugins:
-                if (found := plugin.look()) is not None:
-                    return self._launcher_rendezvous.settle(found, "stuck")
+                if (result := plugin.look()) is not None:
+                    return self._launcher_rendezvous.settle(result, "stuck")
         return None
 
     def _others_verdict(self) -> RoundOutcome | None:
@@ -188,9 +188,9 @@ class HostAgent(LocalElasticAgent):
         leaving = host_failure(self._host, f"is leaving ({number.name})", REQUEUE)
         try:
             outcome = self._launcher_rendezvous.leave_rendezvous(leaving)
-        except StoreGone:
+        except StoreLost:
             outcome = RoundOutcome(leaving, again=False, cause="leaving")
-        if not self._end(outcome, asked=True):
+        if not self._end(outcome, requested=True):
             raise SignalException(f"stopped by {number.name}", number)
         raise HostPreempted(number, goes_on=outcome.again)
 
@@ -211,10 +211,10 @@ class HostAgent(LocalElasticAgent):
     def _has_left(self, rank: Worker, code: int) -> bool:
         return code == REQUEUE and self._marks.has(rank.global_rank)
 
-    def _end(self, outcome: RoundOutcome, asked: bool = False) -> bool:
+    def _end(self, outcome: RoundOutcome, requested: bool = False) -> bool:
         """End the ranks of this round; return True if all have saved and exited by themselves."""
         left = False
-        if (outcome.soft or asked) and self._can_leave():
+        if (outcome.soft or requested) and self._can_leave():
             running = [int(rank.id) for rank, code in self._exit_codes() if code is None]
             left = request_graceful_stop(running, lambda: [code for _, code in self._exit_codes()], self._grace)
             if left and outcome.again and not any(code for _, code in self._exit_codes()):
@@ -222,9 +222,9 @@ class HostAgent(LocalElasticAgent):
         self._stop_workers(self._worker_group)
         self._worker_group.state = WorkerState.STOPPED
         self._end_plugins()
-        with contextlib.suppress(StoreGone):
+        with contextlib.suppress(StoreLost):
             self._launcher_rendezvous.ended()
-            if left and (asked or not outcome.again):
+            if left and (requested or not outcome.again):
                 self._launcher_rendezvous.wait_for_other_hosts(self._grace)
         return left
 

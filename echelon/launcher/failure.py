@@ -76,8 +76,8 @@ class Failure:
     @property
     def details(self) -> dict[str, Any]:
         """The step, the traceback and the log, as far as they are known, for the event in the run log."""
-        found = {"step": self.step, "traceback": self.traceback[-_LONGEST_TRACE:], "log": self.log}
-        return {name: value for name, value in found.items() if value}
+        result = {"step": self.step, "traceback": self.traceback[-_LONGEST_TRACE:], "log": self.log}
+        return {name: value for name, value in result.items() if value}
 
     @property
     def line(self) -> str:

@@ -124,14 +124,14 @@ def _planned(plan: str, procs: int | None, visible: list[str] | None, hosts: int
     if has_servers:
         raise UsageError("--plan is for jobs without parameter servers; leave --plan or the servers out")
     needed = SavedPlan.load(plan).draft.ranks
-    asked = procs if procs is not None else len(visible) if visible is not None else None
-    if asked is not None and hosts > 1:  # hosts may differ in their number of processes; the ranks check the total
-        return asked
+    requested = procs if procs is not None else len(visible) if visible is not None else None
+    if requested is not None and hosts > 1:  # hosts may differ in their number of processes; the ranks check the total
+        return requested
     each, rest = divmod(needed, hosts)
     if rest:
         raise UsageError(f"--plan {plan} is for {needed} processes, which {hosts} hosts cannot share; give --procs")
-    if asked not in (None, each):
-        raise UsageError(f"--plan {plan} is for {needed} processes, and {asked} were asked for; leave that out")
+    if requested not in (None, each):
+        raise UsageError(f"--plan {plan} is for {needed} processes, and {requested} were asked for; leave that out")
     return each
 
 
@@ -163,8 +163,8 @@ def _choose_gpus(text: str) -> list[str]:
     """Return the GPUs of --gpus: a bare number is a count, a list has commas; indices count the visible GPUs."""
     there, wanted = _visible_gpus(), _wanted_gpus(text)
     if missing := [index for index in wanted if index >= len(there)]:
-        asked = f"GPU {missing[0]}" if "," in text else f"{text} GPUs"
-        raise UsageError(f"--gpus {text} asks for {asked}, but there {_gpus_in_words(len(there))}")
+        requested = f"GPU {missing[0]}" if "," in text else f"{text} GPUs"
+        raise UsageError(f"--gpus {text} asks for {requested}, but there {_gpus_in_words(len(there))}")
     return [there[index] for index in wanted]
 
 

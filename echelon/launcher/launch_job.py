@@ -122,7 +122,7 @@ def _run_ranks(job: Job, records: Path, reaper: OrphanReaper) -> int:
             return _run_agent(agent, rendezvous)
         finally:
             if job.timeline is not None:
-                _tell_timeline()
+                _report_timeline()
 
 
 def _run_agent(agent: HostAgent, rendezvous: LauncherRendezvous) -> int:
@@ -146,11 +146,11 @@ def _run_agent(agent: HostAgent, rendezvous: LauncherRendezvous) -> int:
     except SignalException as stop:
         last_word = f"it was stopped by {stop.sigval.name}"
         agent.note("ended", f"stopped by {stop.sigval.name}")
-        goes_on = _tell_others(rendezvous, f"was stopped by {stop.sigval.name}", -stop.sigval)
+        goes_on = _notify_others(rendezvous, f"was stopped by {stop.sigval.name}", -stop.sigval)
         raise
     except EchelonError as error:
         last_word = str(error)
-        _tell_others(rendezvous, f"gave up: {error}", 1)
+        _notify_others(rendezvous, f"gave up: {error}", 1)
         raise
     finally:
         with contextlib.suppress(PeerLost):
@@ -195,7 +195,7 @@ def _run_roles(job: Job, records: Path, reaper: OrphanReaper) -> int:
         status = 0
         note_beside("ended", "all workers are done")
     if job.timeline is not None:
-        _tell_timeline()
+        _report_timeline()
     if status and session.holds_state():
         say(f"the servers' state is in {session.state}; to go on from it, add --state {session.state}")
     else:
@@ -203,7 +203,7 @@ def _run_roles(job: Job, records: Path, reaper: OrphanReaper) -> int:
     return status
 
 
-def _tell_timeline() -> None:
+def _report_timeline() -> None:
     """Merge the timeline if the ranks have not: parameter-server workers and failed jobs do not."""
     from echelon.observability.trace.trace_report import conclude
 
@@ -220,7 +220,7 @@ def _report(failure: Failure) -> None:
         say(f"its log is {failure.log}{here}")
 
 
-def _tell_others(rendezvous: LauncherRendezvous, why: str, exit_code: int) -> bool:
+def _notify_others(rendezvous: LauncherRendezvous, why: str, exit_code: int) -> bool:
     """Tell the other hosts that this one leaves; return True if the job continues without it."""
     with contextlib.suppress(PeerLost):
         return (

@@ -21,15 +21,15 @@ FAREWELL = "farewell"
 
 def processes_of(sessions: Iterable[int]) -> list[int]:
     """Return the living processes of these sessions: ranks, their children, and orphaned children."""
-    wanted, found = set(sessions), []
+    wanted, result = set(sessions), []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
                 # after the command in parentheses: state, parent, group, session
                 state, _, _, session = stat.read().rpartition(")")[2].split()[:4]
                 if int(session) in wanted and state not in "ZX":
-                    found.append(int(name))
-    return found
+                    result.append(int(name))
+    return result
 
 
 def end_sessions(sessions: Iterable[int]) -> None:

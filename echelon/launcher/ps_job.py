@@ -133,9 +133,9 @@ class ParameterServerJob:
     def run(self) -> None:
         """Run until all workers, and servers of remote workers, are done; raise JobFailed or HostPreempted."""
         try:
-            self._tell_workers()
+            self._notify_workers()
             self._start(self._all)
-            with self._notice.heeded():
+            with self._notice.handled():
                 self._watch()
             await_end(self._servers, FAREWELL, LOOK / 5)
         except BaseException:
@@ -244,11 +244,11 @@ class ParameterServerJob:
         self._bound.unlink(missing_ok=True)
         for worker in self._workers:
             worker.restarts += 1
-        self._tell_workers()
+        self._notify_workers()
         # Servers that had ended because all workers had finished are needed again
         self._start([server for server in self._servers if server.exit_code == 0] + self._workers)
 
-    def _tell_workers(self) -> None:
+    def _notify_workers(self) -> None:
         meeting = self._meet()
         for worker in self._workers:
             worker.env |= {**meeting, RESTART_COUNT: str(self._attempt)}

@@ -23,7 +23,7 @@ class StopNotice:
         self.given: signal.Signals | None = None
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         _notices.append(self)
         try:
             yield

@@ -62,7 +62,7 @@ class StallPlugin:
             return None
         self._looked = now
         try:
-            self._tell_states(self._at)
+            self._publish_states(self._at)
             failure = self._check(self._at, self._detector, now) if self._detector is not None else None
             self._show(self._at)
         except RuntimeError:  # the agent notices a store that does not answer any more
@@ -79,7 +79,7 @@ class StallPlugin:
     def close(self) -> None:
         self.end()
 
-    def _tell_states(self, at: Round) -> None:
+    def _publish_states(self, at: Round) -> None:
         found = {rank: process_state(pid) for rank, pid in self._pids.items()}
         states = {rank: state for rank, state in found.items() if state and state in _TELLING}
         if states != self._states:
@@ -96,11 +96,11 @@ class StallPlugin:
         return _failure(at, report)
 
     def _all_states(self, at: Round) -> dict[int, str]:
-        found = dict(self._states)
+        result = dict(self._states)
         for node in range(1, len(at.hosts)):
             if at.store.check([_states_of(node)]):
-                found |= _read_states(at.store.get(_states_of(node)))
-        return found
+                result |= _read_states(at.store.get(_states_of(node)))
+        return result
 
     def _show(self, at: Round) -> None:
         while at.store.check([key := f"stall/table/{self._shown}"]):

@@ -46,11 +46,11 @@ class LossScaler:
     """The loss scale: the loss is multiplied by it before backward, and the gradients are divided by it afterwards."""
 
     def __init__(self, amp: Amp | None) -> None:
-        asked = amp.scaling if amp else None
+        scaling = amp.scaling if amp else None
         self._amp = amp or Amp()
-        self._dynamic = asked == "dynamic"
-        self.active = asked is not None
-        self.scale = self._amp.init_scale if self._dynamic else float(asked or 1.0)
+        self._dynamic = scaling == "dynamic"
+        self.active = scaling is not None
+        self.scale = self._amp.init_scale if self._dynamic else float(scaling or 1.0)
         self.skipped = 0  #: steps that overflowed so far
         self._finite = 0  # consecutive finite steps
         self._overflowed = 0
@@ -62,15 +62,15 @@ class LossScaler:
         """
         if not gradients:
             return True
-        found = torch.zeros((), device=gradients[0].device)
+        result = torch.zeros((), device=gradients[0].device)
         inverse = torch.full((), 1.0 / (self.scale * boost), device=gradients[0].device)
         by_kind: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             values = gradient._values() if gradient.is_sparse else gradient
             by_kind.setdefault(values.dtype, []).append(values)
         for same in by_kind.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
-        return not float(found)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, result, inverse)
+        return not float(result)
 
     def update(self, finite: bool) -> str | None:
         """Update the scale after a step; return a line to log if the scale changed, else None."""

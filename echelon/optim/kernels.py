@@ -70,23 +70,23 @@ def _write(base, at, value, left, WHOLE: tl.constexpr, WIDE: tl.constexpr, KEEP:
 
 
 @triton.jit
-def _report(counters, sums, tensor, tensors, chunks, first, mine, weight, update, at):
+def _report(counters, sums, tensor, tensors, chunks, first, own_chunks, weight, update, at):
     """Store the sums of squares of a chunk; return True for the last chunk of this parameter."""
     tl.store(sums + first + at, weight)
     tl.store(sums + chunks + first + at, update)
     tl.debug_barrier()  # the stores of all threads must precede the atomic add
-    return tl.atomic_add(counters + ARRIVED + tensor, 1) == mine - 1
+    return tl.atomic_add(counters + ARRIVED + tensor, 1) == own_chunks - 1
 
 
 @triton.jit
-def _settle(counters, sums, tensor, tensors, chunks, first, mine, adaptive, coeff, decay, eps):
+def _settle(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, coeff, decay, eps):
     """Compute and publish the trust ratio of a parameter; the squares of its chunks are added in a fixed order."""
     weight = tl.zeros([256], tl.float32)
     update = tl.zeros([256], tl.float32)
-    for start in range(0, mine, 256):
+    for start in range(0, own_chunks, 256):
         at = start + tl.arange(0, 256)
-        weight += tl.load(sums + first + at, mask=at < mine, other=0.0, cache_modifier=".cg")
-        update += tl.load(sums + chunks + first + at, mask=at < mine, other=0.0, cache_modifier=".cg")
+        weight += tl.load(sums + first + at, mask=at < own_chunks, other=0.0, cache_modifier=".cg")
+        update += tl.load(sums + chunks + first + at, mask=at < own_chunks, other=0.0, cache_modifier=".cg")
     weight_norm = tl.sqrt(tl.sum(weight))
     update_norm = tl.sqrt(tl.sum(update))
     trusted = (weight_norm > 0) & (update_norm > 0) & (adaptive != 0)
@@ -156,9 +156,9 @@ def lars(
             else:
                 weight, update = _lars_measure(p, g, left, CHUNK, BLOCK, False, WIDE, WIDE_GRAD)
             first = _field(table, FIRST_CHUNK, tensor, tensors).to(tl.int32)
-            mine = _field(table, CHUNKS, tensor, tensors).to(tl.int32)
-            if _report(counters, sums, tensor, tensors, chunks, first, mine, weight, update, at):
-                _settle(counters, sums, tensor, tensors, chunks, first, mine, adaptive, coeff, weight_decay, eps)
+            own_chunks = _field(table, CHUNKS, tensor, tensors).to(tl.int32)
+            if _report(counters, sums, tensor, tensors, chunks, first, own_chunks, weight, update, at):
+                _settle(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, coeff, weight_decay, eps)
         else:
             v = _chunk_of(table, FIRST_STATE, tensor, tensors, start)
             decay = tl.where(adaptive != 0, weight_decay, 0.0)
@@ -246,9 +246,9 @@ def lamb(
                     CHUNK, BLOCK, False, WIDE, WIDE_GRAD,
                 )  # fmt: skip
             first = _field(table, FIRST_CHUNK, tensor, tensors).to(tl.int32)
-            mine = _field(table, CHUNKS, tensor, tensors).to(tl.int32)
-            if _report(counters, sums, tensor, tensors, chunks, first, mine, weight, update, at):
-                _settle(counters, sums, tensor, tensors, chunks, first, mine, adaptive, 1.0, 0.0, 0.0)
+            own_chunks = _field(table, CHUNKS, tensor, tensors).to(tl.int32)
+            if _report(counters, sums, tensor, tensors, chunks, first, own_chunks, weight, update, at):
+                _settle(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, 1.0, 0.0, 0.0)
         else:
             rate = lr * _ratio(counters, sums, tensor, tensors, chunks)
             if left >= CHUNK:

@@ -67,7 +67,7 @@ class HostStore:
 
     def _let_go(self, remaining: int) -> None:
         """Free device memory that has been copied; wait on the device for all but the latest ``remaining`` copies."""
-        while self._leaving and (len(self._leaving) > remaining or self._leaving[0].gone):
+        while self._leaving and (len(self._leaving) > remaining or self._leaving[0].is_released):
             leaving = self._leaving.popleft()
             torch.cuda.current_stream(leaving.source.device).wait_event(leaving.left)
             if leaving.source._version != leaving.version:
@@ -90,7 +90,7 @@ class _PendingOffload:
     left: torch.cuda.Event
 
     @property
-    def gone(self) -> bool:
+    def is_released(self) -> bool:
         return bool(self.left.query())  # type: ignore[no-untyped-call]
 
 

@@ -91,20 +91,20 @@ class EmaWeights:
     """
 
     def __init__(
-        self, settings: Ema, holdings: LocalState, exact: Mapping[str, Callable[[], Tensor]] | None = None
+        self, settings: Ema, local_state: LocalState, exact: Mapping[str, Callable[[], Tensor]] | None = None
     ) -> None:
-        self.settings, self._holdings = settings, holdings
+        self.settings, self._local_state = settings, local_state
         self._exact = exact or {}
         taken: set[str] = set()
         self._all: list[EmaTensorGroup] = []
-        for key, groups in holdings.groups.items():
-            names = [name for group in groups for name in group if name in holdings.parameters and name not in taken]
+        for key, groups in local_state.groups.items():
+            names = [name for group in groups for name in group if name in local_state.parameters and name not in taken]
             taken |= set(names)
-            live = {name: holdings.parameters[name] for name in names}
+            live = {name: local_state.parameters[name] for name in names}
             self._all.append(EmaTensorGroup(key, _floating(live), self._weight))
         if settings.use_buffers:
-            held = {name: local_tensor(value) for name, value in holdings.tensors().items()}
-            buffers = {name: held[name] for name, _ in holdings.model.named_buffers() if name in held}
+            held = {name: local_tensor(value) for name, value in local_state.tensors().items()}
+            buffers = {name: held[name] for name, _ in local_state.model.named_buffers() if name in held}
             self._all.append(EmaTensorGroup(None, _floating(buffers), self._weight))
 
     @torch.no_grad()
@@ -140,15 +140,15 @@ class EmaWeights:
 
     def tensors(self) -> dict[str, Tensor | Part]:
         """Return the averages by name, as they are kept, each with its position in the whole tensor."""
-        return {name: self._holdings.part(name, value) for name, value in self._named()}
+        return {name: self._local_state.part(name, value) for name, value in self._named()}
 
     def as_weights(self) -> dict[str, Tensor | Part]:
         """Return the model's tensors with the averages in place of the weights, in the dtypes of the model."""
-        found = self._holdings.tensors()
+        result = self._local_state.tensors()
         for each in self._all:
             for name, value in each.average.items():
-                found[name] = self._holdings.part(name, value.to(each.live[name].dtype))
-        return found
+                result[name] = self._local_state.part(name, value.to(each.live[name].dtype))
+        return result
 
     def plain(self) -> Sequence[Tensor]:
         """Return the averages as plain tensors."""
@@ -164,9 +164,9 @@ class EmaWeights:
         Averages that the checkpoint lacks start from the current weights.
         """
         facts = stored.facts.get("ema")
-        mine = self.tensors()
-        names = [name for name in mine if facts is not None and f"ema.{name}" in stored]
-        stored.load({f"ema.{name}": mine[name] for name in names})
+        local = self.tensors()
+        names = [name for name in local if facts is not None and f"ema.{name}" in stored]
+        stored.load({f"ema.{name}": local[name] for name in names})
         for each in self._all:
             for name in set(each.average) - set(names):
                 each.average[name].copy_(each.live[name])
@@ -178,7 +178,7 @@ class EmaWeights:
 
     def _weight(self, name: str) -> Tensor:
         exact = self._exact.get(name)
-        return self._holdings.parameters[name].detach() if exact is None else exact()
+        return self._local_state.parameters[name].detach() if exact is None else exact()
 
 
 def _floating(live: Mapping[str, Tensor]) -> dict[str, Tensor]:

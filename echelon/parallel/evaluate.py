@@ -53,13 +53,13 @@ def predictions(output: Any) -> Any:
     if named is not None:
         return named
     several = output if isinstance(output, tuple | list) else ()
-    found = [
+    result = [
         each for each in several if isinstance(each, ShardedActivation) or (isinstance(each, Tensor) and each.dim())
     ]
-    if len(found) == 1:
-        return found[0]
+    if len(result) == 1:
+        return result[0]
     raise UsageError(
-        f"metrics take one tensor of the model's output, a {type(output).__name__} with {len(found)} possible "
+        f"metrics take one tensor of the model's output, a {type(output).__name__} with {len(result)} possible "
         "tensors; give a function: metrics={'accuracy': lambda output, target: ...}"
     )
 
@@ -156,12 +156,12 @@ def evaluate(
             share = taken()
             with stand_in_batch(share == 0):
                 results = judge(batch)
-            for judged in results:
-                counts = share != 0 and judged.samples > 0
-                means.add(judged, counts)
-                overall.add(judged, counts)
-    found = means.result() | overall.result()
-    return {name: found[name] for name in ("loss", *chosen)}
+            for evaluated in results:
+                counts = share != 0 and evaluated.samples > 0
+                means.add(evaluated, counts)
+                overall.add(evaluated, counts)
+    result = means.result() | overall.result()
+    return {name: result[name] for name in ("loss", *chosen)}
 
 
 class _Means:
@@ -176,15 +176,15 @@ class _Means:
         # the counts of the losses, losses, samples, metrics
         self._sums = torch.zeros(3 + len(self._metrics), dtype=torch.double, device=world.device)
 
-    def add(self, judged: EvalOutput, counts: bool) -> None:
-        target = _target(judged)
-        metrics = [metric(judged.output, target).double().mean() for metric in self._metrics.values()]
+    def add(self, evaluated: EvalOutput, counts: bool) -> None:
+        target = _target(evaluated)
+        metrics = [metric(evaluated.output, target).double().mean() for metric in self._metrics.values()]
         if not counts:
             return
-        device, samples = self._sums.device, judged.samples
-        count: Count = samples if judged.is_sum else judged.count
-        loss = judged.loss.double()
-        loss = loss if judged.is_sum else times_count(loss, count)
+        device, samples = self._sums.device, evaluated.samples
+        count: Count = samples if evaluated.is_sum else evaluated.count
+        loss = evaluated.loss.double()
+        loss = loss if evaluated.is_sum else times_count(loss, count)
         values = [count, loss, samples, *(metric * samples for metric in metrics)]
         self._sums += torch.stack([torch.as_tensor(value, dtype=torch.double, device=device) for value in values])
 
@@ -207,9 +207,9 @@ class _GatheredMetrics:
         self._kept: dict[str, list[Tensor]] = {name: [] for name in self._metrics}
         self._world = world
 
-    def add(self, judged: EvalOutput, counts: bool) -> None:
+    def add(self, evaluated: EvalOutput, counts: bool) -> None:
         for name, metric in self._metrics.items():
-            rows = metric.keep(judged.output, _target(judged))
+            rows = metric.keep(evaluated.output, _target(evaluated))
             if counts:
                 self._kept[name].append(rows.double())
 
@@ -217,8 +217,8 @@ class _GatheredMetrics:
         return {name: metric.judge(_together(self._kept[name], self._world)) for name, metric in self._metrics.items()}
 
 
-def _target(judged: EvalOutput) -> Any:
-    return judged.batch if isinstance(judged.batch, Mapping) else judged.batch[-1]
+def _target(evaluated: EvalOutput) -> Any:
+    return evaluated.batch if isinstance(evaluated.batch, Mapping) else evaluated.batch[-1]
 
 
 def _together(parts: list[Tensor], world: World) -> Tensor:

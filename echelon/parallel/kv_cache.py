@@ -46,5 +46,5 @@ def _reason(model: nn.Module, plan: Plan) -> str | None:
 
 def _configs(model: nn.Module) -> Iterator[Any]:
     """Return each config of the model's modules once; parts of a model may have copies, as T5's decoder does."""
-    found = (module.__dict__.get("config") for module in model.modules())
-    return iter({id(config): config for config in found if config is not None}.values())
+    result = (module.__dict__.get("config") for module in model.modules())
+    return iter({id(config): config for config in result if config is not None}.values())

@@ -59,7 +59,7 @@ class Objective:
                 output, loss = self._run(batch)
         except RuntimeError as error:
             if REFUSED not in str(error):
-                self._tell_of_precision(error)
+                self._report_precision(error)
                 raise
             raise UsageError(
                 "binary_cross_entropy was called in 16 bits, which torch refuses; use binary_cross_entropy_with_logits "
@@ -105,7 +105,7 @@ class Objective:
             return f"the loss could not be called for a batch of {values}: {error}; {remedy}"
         return ""
 
-    def _tell_of_precision(self, error: RuntimeError) -> None:
+    def _report_precision(self, error: RuntimeError) -> None:
         """Add a note on autocast to an error: some operations lack 16-bit kernels, and autocast is default on a GPU."""
         if self._amp is not None and ("BFloat16" in str(error) or "Half" in str(error)):
             error.add_note(f"(forward and loss run in {self._amp.dtype} here; Strategy(amp=False) keeps fp32)")

@@ -15,15 +15,15 @@ from echelon.optim.layerwise import LayerwiseOptimizer
 
 def add_up_norms(
     optimizers: Mapping[str, torch.optim.Optimizer],
-    holdings: LocalState,
+    local_state: LocalState,
     cut: Collection[str],
     sharded: Collection[str],
     grid: MeshGroups,
 ) -> None:
     """Make LARS and LAMB, which need the norms of whole parameters, sum the squares of the parts over ranks."""
-    names = holdings.names
+    names = local_state.names
     # A parameter that cannot be cut is whole on all ranks.
-    shared_out = {name for name in sharded if not holdings.layouts[name].is_whole}
+    shared_out = {name for name in sharded if not local_state.layouts[name].is_whole}
     axes = [(cut, grid.group("split")) if cut else None, (shared_out, grid.group("replicate")) if sharded else None]
     groups = [(parts, group) for parts, group in filter(None, axes) if group is not None]
 

@@ -14,7 +14,7 @@ class NearestMeshShape(NamedTuple):
 
     stage: int
     split: int
-    asked: str  #: the requested shape, as text
+    requested: str  #: the requested shape, as text
 
 
 def find_axes(
@@ -57,8 +57,8 @@ def refit(
     if splits and slice_size is None:
         stage = max(count for count in places if ranks % count == 0)
         return NearestMeshShape(stage, ranks // stage, f"{words(places[0], 1)} split over equally many")
-    asked = find_axes(stages, pipeline, splits, slice_size, slice_size) if slice_size else {"stage": places[0]}
-    along, across = asked.get("stage", 1), asked.get("split", 1)
+    requested = find_axes(stages, pipeline, splits, slice_size, slice_size) if slice_size else {"stage": places[0]}
+    along, across = requested.get("stage", 1), requested.get("split", 1)
     splittings = [count for count in range(1, across + 1) if across % count == 0]
     split, stage = max(
         (split, stage) for split in splittings for stage in places if stage <= along and ranks % (stage * split) == 0

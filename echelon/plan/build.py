@@ -142,9 +142,9 @@ def owned_names(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer
     return {key: _owned_names(key, optimizer, names) for key, optimizer in optimizers.items()}
 
 
-def _shard(asked: Shard | None, replicas: int) -> Shard | None:
+def _shard(requested: Shard | None, replicas: int) -> Shard | None:
     """Return the shard settings; None for one replica without offload, which has no other replica to shard over."""
-    return asked if asked is not None and (replicas > 1 or asked.offload is not None) else None
+    return requested if requested is not None and (replicas > 1 or requested.offload is not None) else None
 
 
 def _implied(marks: ModelMarks) -> list[str]:
@@ -158,19 +158,19 @@ def _with_default(model: nn.Module, marks: ModelMarks) -> ModelMarks:
     from echelon.parallel.tensor import why_not
 
     kept = set(marks.splits) | set(marks.replicates)
-    found = dict(marks.splits)
+    result = dict(marks.splits)
 
     def walk(name: str, module: nn.Module) -> None:
         if name in kept:
             return
         if name and why_not(module) is None:
-            found[name] = marks.default  # type: ignore[assignment]
+            result[name] = marks.default  # type: ignore[assignment]
             return
         for child_name, child in module.named_children():
             walk(f"{name}.{child_name}" if name else child_name, child)
 
     walk("", model)
-    return dataclasses.replace(marks, splits=found)
+    return dataclasses.replace(marks, splits=result)
 
 
 def _order(cluster: Slices | None, mesh: Mapping[str, int], ranks: int, ranks_per_host: int) -> tuple[int, ...]:
@@ -195,8 +195,8 @@ def _without_decay(model: nn.Module, settings: Lars | Lamb | None) -> tuple[str,
     return tuple(excluded_names(model, settings.exclude_from_weight_decay))
 
 
-def _shared_batch_norm(model: nn.Module, asked: bool | None, ranks: int, alone: bool) -> tuple[str, ...]:
-    share = not alone if asked is None else asked
+def _shared_batch_norm(model: nn.Module, requested: bool | None, ranks: int, alone: bool) -> tuple[str, ...]:
+    share = not alone if requested is None else requested
     return tuple(batch_norm_names(model)) if share and ranks > 1 else ()
 
 

@@ -146,7 +146,7 @@ def count_operations(
     try:
         with side_effect_free(model, batch) as copied:
             counted = _UnitCostCounter()
-            with counted.glue, intercept_module_calls(counted.unit_called):
+            with counted.outside, intercept_module_calls(counted.unit_called):
                 call(copied)
     finally:
         undo()
@@ -155,7 +155,7 @@ def count_operations(
 
 class _UnitCostCounter:
     def __init__(self) -> None:
-        self.glue = _Operations()
+        self.outside = _Operations()
         self._spent = 0.0
         self._calls: list[tuple[str, float]] = []
 
@@ -167,23 +167,23 @@ class _UnitCostCounter:
             return inside[-1]
 
         output = fake_forward(module, args, kwargs, count)
-        self._calls.append((name, inside[-1].total + self.glue.total - self._spent))
-        self._spent = self.glue.total
+        self._calls.append((name, inside[-1].total + self.outside.total - self._spent))
+        self._spent = self.outside.total
         return replace_tensors(output, placeholder)
 
     def groups(self) -> list[tuple[list[str], float]]:
         last = {name: at for at, (name, _) in enumerate(self._calls)}
-        found: list[tuple[list[str], float]] = []
+        result: list[tuple[list[str], float]] = []
         until = -1
         for at, (name, cost) in enumerate(self._calls):
             if at > until:
-                found.append(([], 0.0))
+                result.append(([], 0.0))
             until = max(until, last[name])
-            names, total = found[-1]
-            found[-1] = (names if name in names else [*names, name], total + cost)
-        if found:
-            found[-1] = (found[-1][0], found[-1][1] + self.glue.total - self._spent)
-        return found
+            names, total = result[-1]
+            result[-1] = (names if name in names else [*names, name], total + cost)
+        if result:
+            result[-1] = (result[-1][0], result[-1][1] + self.outside.total - self._spent)
+        return result
 
 
 class _Operations(OperationMode):  # type: ignore[no-untyped-call]

@@ -226,28 +226,28 @@ class Plan:
             yield f"batch norm: {len(self.sync_batch_norm)} layers with statistics over all replicas"
 
 
-def first_difference(mine: Any, theirs: Any, path: str = "plan") -> str | None:
+def first_difference(one: Any, other: Any, path: str = "plan") -> str | None:
     """Return the first difference of two plans (as JSON values) as text; None if they are equal.
 
     Example: ``model[3] fc.weight shape: [10, 64] against [10, 32]``.
     """
-    if type(mine) is type(theirs) and isinstance(mine, dict):
-        for key in sorted(mine.keys() | theirs.keys()):
-            label = mine.get("name", "") if isinstance(mine.get("name"), str) else ""
-            if key not in mine or key not in theirs:
+    if type(one) is type(other) and isinstance(one, dict):
+        for key in sorted(one.keys() | other.keys()):
+            label = one.get("name", "") if isinstance(one.get("name"), str) else ""
+            if key not in one or key not in other:
                 return f"{path}.{key} exists on one side only"
-            found = first_difference(mine[key], theirs[key], f"{path} {label} {key}".replace("  ", " "))
-            if found:
-                return found
+            result = first_difference(one[key], other[key], f"{path} {label} {key}".replace("  ", " "))
+            if result:
+                return result
         return None
-    if isinstance(mine, list) and isinstance(theirs, list):
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if isinstance(a, dict | list) and (found := first_difference(a, b, f"{path}[{i}]")):
-                return found
-        if mine != theirs and _flat(mine) and _flat(theirs):
-            return f"{path}: {mine} against {theirs}"
-        return None if len(mine) == len(theirs) else f"{path}: {len(mine)} entries against {len(theirs)}"
-    return None if mine == theirs else f"{path}: {mine!r} against {theirs!r}"
+    if isinstance(one, list) and isinstance(other, list):
+        for i, (a, b) in enumerate(zip(one, other, strict=False)):
+            if isinstance(a, dict | list) and (result := first_difference(a, b, f"{path}[{i}]")):
+                return result
+        if one != other and _flat(one) and _flat(other):
+            return f"{path}: {one} against {other}"
+        return None if len(one) == len(other) else f"{path}: {len(one)} entries against {len(other)}"
+    return None if one == other else f"{path}: {one!r} against {other!r}"
 
 
 def _flat(items: list[Any]) -> bool:

@@ -128,12 +128,12 @@ class SavedPlan:
             raise UsageError(
                 "the plan was made from a model description without parameters; make it from the model itself"
             )
-        mine = shapes_of(model)
-        for name in dict.fromkeys([*self.model, *mine]):
-            theirs, here = self.model.get(name), mine.get(name)
-            if theirs != here:
+        local = shapes_of(model)
+        for name in dict.fromkeys([*self.model, *local]):
+            saved, here = self.model.get(name), local.get(name)
+            if saved != here:
                 raise UsageError(
-                    f"the plan was made for another model: parameter '{name}' {_in_words(theirs)} there and "
+                    f"the plan was made for another model: parameter '{name}' {_in_words(saved)} there and "
                     f"{_in_words(here)} here; make a new plan"
                 )
 

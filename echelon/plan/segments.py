@@ -107,7 +107,7 @@ def is_chain(module: nn.Module) -> bool:
 
 def _matched(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    found: set[str] = set()
+    result: set[str] = set()
     for pattern in patterns:
         matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
@@ -116,8 +116,8 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> set[str]:
         if not running:
             kind = type(names[min(matches)]).__name__
             raise UsageError(f"recompute: '{pattern}' is a {kind}, which only holds modules; name '{pattern}.*'")
-        found |= running
-    return found
+        result |= running
+    return result
 
 
 def _nearest(pattern: str, names: list[str]) -> str:

@@ -98,16 +98,16 @@ class _Run:
         """Return, for each (kind, stage), the actions it depends on and the transfer times of their results."""
         ranks, stages = len(self.schedule), sorted({stage for _, stage in kinds})
         backward: dict[int, Kind] = {stage: kind for kind, stage in kinds if kind in "BI"}
-        found: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {
+        result: dict[tuple[Kind, int], list[tuple[Kind, int, float]]] = {
             (kind, stage): [] if kind == "F" else [("I" if kind == "W" else "F", stage, 0.0)] for kind, stage in kinds
         }
         edges = self.edges if self.edges is not None else dict.fromkeys(itertools.pairwise(stages), 0.0)
         for (source, target), seconds in edges.items():
             later = seconds * (source % ranks != target % ranks)
-            found["F", target].append(("F", source, later))
+            result["F", target].append(("F", source, later))
             if source in backward:
-                found[backward[source], source].append((backward[target], target, later))
-        return found
+                result[backward[source], source].append((backward[target], target, later))
+        return result
 
     def _gains(self, kind: Kind, stage: int) -> float:
         whole, for_weights = self.held.get(("F", stage), 1.0), self.held.get(("I", stage), 1.0)

@@ -95,23 +95,23 @@ def check_units(model: nn.Module, units: Mapping[str, int]) -> dict[str, int]:
     Raises ``UsageError`` for an unknown module, a module with two stages, or a stage without a module.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     owners: dict[nn.Module, str] = {}
     for name, stage in units.items():
         if name not in modules:
             raise UsageError(f"stage {stage}: no module is called '{name}'{nearest(name, modules)}")
         for each in _running(name, modules[name]):
             other = owners.setdefault(modules[each], each)
-            if found.get(other, stage) != stage:
+            if result.get(other, stage) != stage:
                 raise UsageError(
-                    f"'{other}' and '{each}' are one module, but have stages {found[other]} and {stage}; give it one"
+                    f"'{other}' and '{each}' are one module, but have stages {result[other]} and {stage}; give it one"
                 )
             if other == each:
-                found[each] = stage
-    for stage in range(max(found.values(), default=0) + 1):
-        if stage not in found.values():
+                result[each] = stage
+    for stage in range(max(result.values(), default=0) + 1):
+        if stage not in result.values():
             raise UsageError(f"stage {stage} has no module; give it one, or number the stages without a gap")
-    return found
+    return result
 
 
 def _running(name: str, module: nn.Module) -> Iterator[str]:
@@ -362,22 +362,22 @@ class _StageTracer:
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
         """Return the stages that hold each tensor of the model; an unused tensor is held with its neighbors."""
-        found = self._found()
+        result = self._found()
         buffers = {name for name, _ in self._model.named_buffers()}
-        used = {name: stages for name, stages in found.items() if stages}
-        return {name: tuple(sorted(found[name] or _beside(name, used, name in buffers))) for name in found}
+        used = {name: stages for name, stages in result.items() if stages}
+        return {name: tuple(sorted(result[name] or _beside(name, used, name in buffers))) for name in result}
 
     def _found(self) -> dict[str, set[int]]:
         """Return the stages that need each tensor: the stage of its unit, and stages that read it between units."""
         first_names = {id(value): name for name, value in _named_tensors(self._model)}
-        found: dict[str, set[int]] = {name: set() for name in first_names.values()}
+        result: dict[str, set[int]] = {name: set() for name in first_names.values()}
         for unit, stage in self._units.items():
             for _, value in _named_tensors(self._modules[unit]):
-                found[first_names[id(value)]].add(stage)
+                result[first_names[id(value)]].add(stage)
         for stage in self._stages:
             for name in self._needed(stage, "weight"):
-                found[name].add(stage)
-        return found
+                result[name].add(stage)
+        return result
 
 
 def _beside(name: str, used: Mapping[str, set[int]], is_buffer: bool) -> set[int]:

@@ -215,9 +215,9 @@ def verdicts(strategy: Strategy, implied: Iterable[str] = ()) -> Iterator[tuple[
 
 def set_options(strategy: Strategy) -> list[str]:
     values = {field.name: (getattr(strategy, field.name), field.default) for field in dataclasses.fields(strategy)}
-    asked = [name for name, (value, default) in values.items() if value is not None and value != default]
+    requested = [name for name, (value, default) in values.items() if value is not None and value != default]
     # ``fast`` combines with every option, and ``amp=False`` only turns a default off
-    return [name for name in asked if name != "fast" and not (name == "amp" and strategy.amp is False)]
+    return [name for name in requested if name != "fast" and not (name == "amp" and strategy.amp is False)]
 
 
 def active_names(strategy: Strategy) -> Iterator[str]:

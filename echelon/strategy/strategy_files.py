@@ -88,10 +88,10 @@ def _format(path: Path) -> tuple[Parse, Dump]:
         ".yml": (_parse_yaml, _dump_yaml),
         ".json": (_parse_json, lambda values: json.dumps(values, indent=2) + "\n"),
     }
-    found = formats.get(path.suffix.lower())
-    if found is None:
+    result = formats.get(path.suffix.lower())
+    if result is None:
         raise UsageError(f"strategy file '{path}' is of no known kind; name it {', '.join(formats)}")
-    return found
+    return result
 
 
 def _text(path: Path) -> str:

@@ -133,11 +133,11 @@ def _words(parameters: Mapping[str, Any]) -> dict[str, str | bool]:
 def _read_as(resolved: TrainConfig) -> str:
     """Return the name of the data set that reads a folder whose format is not given."""
     able = resolved.model.tasks[resolved["task_type"]]
-    found = next((READ_AS[task] for task in able if task in READ_AS), None)
-    if found is None:
+    result = next((READ_AS[task] for task in able if task in READ_AS), None)
+    if result is None:
         fitting = [each.name for each in all_datasets().values() if not set(each.tasks).isdisjoint(able)]
         raise UsageError(
             f"load('{resolved.model.name}', dataset_dir=...): say how the folder is read, by dataset_name, one of "
             f"{', '.join(sorted(fitting))}"
         )
-    return found
+    return result

@@ -139,10 +139,10 @@ class CopiedSource:
 
     @classmethod
     def of(cls, roots: list[tuple[str, str]]) -> CopiedSource:
-        found = cls([], set())
+        result = cls([], set())
         for module, name in roots:
-            found._take(module, {name})
-        return found
+            result._take(module, {name})
+        return result
 
     def _take(self, module: str, wanted: set[str]) -> None:
         """Add the definitions of ``wanted`` names and of all names they use; those of other model files come first."""

@@ -71,9 +71,9 @@ def _from_timm(timm: Any, name: str) -> Model:
     channels, size = config.input_size[0], config.input_size[-1]
 
     def build(request: Request) -> nn.Module:
-        asked = request["image_size"]
+        requested = request["image_size"]
         # Only networks with a fixed input size accept img_size; the others take images of any size.
-        resized = {"img_size": asked} if config.fixed_input_size and asked != size else {}
+        resized = {"img_size": requested} if config.fixed_input_size and requested != size else {}
         make = {"num_classes": request["num_classes"], "in_chans": request["channels"], **resized}
         network: nn.Module = _made(f"timm:{name}", lambda: timm.create_model(name, pretrained=False, **make))
         return network

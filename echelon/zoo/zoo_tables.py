@@ -65,10 +65,10 @@ def show_zoo_entry(name: str, as_json: bool) -> str:
         return _shown_dataset(registry.dataset(name), as_json)
     entry = registry.model(name)
     made = sample(name, batch=1, device="meta" if not _has_tables(entry) else None)
-    found = statistics(made.model, made.batch, make_optimizer(made.model, made.resolved.request))
+    result = statistics(made.model, made.batch, make_optimizer(made.model, made.resolved.request))
     if as_json:
-        return json.dumps({"name": entry.name, **_model_facts(entry), **_figures(found)}, indent=2)
-    return "\n".join([*_headline(entry, found), *_advice(entry), *_settings("its own parameters", entry.settings)])
+        return json.dumps({"name": entry.name, **_model_facts(entry), **_figures(result)}, indent=2)
+    return "\n".join([*_headline(entry, result), *_advice(entry), *_settings("its own parameters", entry.settings)])
 
 
 def _shown_own(place: str, as_json: bool) -> str:

@@ -82,7 +82,7 @@ def test_what_two_data_sets_are_told_apart_by(one: Any, other: Any, same: bool) 
     assert dataset_fingerprint(one, 7) != dataset_fingerprint(one, 8)
 
 
-def test_nobodys_code_is_run_to_look() -> None:
+def test_no_user_code_runs_for_the_comparison() -> None:
     own = Own(X)
     dataset_fingerprint(own, 200)
     dataset_fingerprint(Subset(own, [1, 2]), 2)

@@ -60,7 +60,7 @@ def placed(name: str) -> tuple[str, dict[str, tuple[int, ...]]]:
         )
     assert engine._parts is not None
     level = engine.plan.shard.level if engine.plan.shard else 0
-    held = engine._parts.holdings.parameters if level == 3 else dict(_real(model))
+    held = engine._parts.local_state.parameters if level == 3 else dict(_real(model))
     shapes = {name: tuple(value.shape) for name, value in held.items() if value.numel()}
     engine.close()
     return said.getvalue(), shapes

@@ -158,7 +158,7 @@ def test_average_goes_on_in_another_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(load_file(tmp_path / "average.safetensors"), found, rtol=0, atol=0)
 
 
-def test_average_that_nobody_asks_for_is_told_of(tmp_path: Path) -> None:
+def test_average_that_is_not_requested_is_reported(tmp_path: Path) -> None:
     run(keep_average, str(tmp_path), "dp2", range(1), ranks=1)
     _, _, said = run(keep_average, str(tmp_path), "dp2", range(1, 2), ranks=1, begin=False)[0]
     assert [line.split(";")[1] for line in said] == [" call engine.ema(...) after distribute() to continue the average"]
@@ -269,8 +269,8 @@ def test_average_follows_the_updates_of_each_optimizer() -> None:
 
 def _alone(model: nn.Module, **options: Any) -> EmaWeights:
     optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
-    holdings = LocalState(model, dict(model.named_parameters()), groups=grouped_names(model, optimizers))
-    return EmaWeights(Ema(**options), holdings)
+    local_state = LocalState(model, dict(model.named_parameters()), groups=grouped_names(model, optimizers))
+    return EmaWeights(Ema(**options), local_state)
 
 
 def test_decay_warms_up_as_in_timm_and_diffusers() -> None:

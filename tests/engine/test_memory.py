@@ -241,17 +241,17 @@ def test_a_memory_that_cannot_be_reached_does_not_stop_training(memories: Any) -
 
 
 def test_a_copy_that_was_not_finished_is_not_there() -> None:
-    bank = SnapshotBuffer.make(room=100, nbytes=64)
-    bank.seal(0, seq=2, step=7, facts=b'{"a":1}')
-    bank.seal(1, seq=3, step=8, facts=b"{}")
-    assert [found and (found.seq, found.step) for found in map(bank.sealed, (0, 1))] == [(2, 7), (3, 8)]
-    bank.break_seal(0)
-    bank.memory[bank.data(0) : bank.data(0) + 8] = b"half of "
-    assert bank.sealed(0) is None
-    assert bank.sealed(1) is not None
-    bank.memory[bank.data(1) - 4096 + 64] ^= 1  # a fact that is not the one that was sealed
-    assert bank.sealed(1) is None
-    bank.close()
+    buffer = SnapshotBuffer.make(room=100, nbytes=64)
+    buffer.seal(0, seq=2, step=7, facts=b'{"a":1}')
+    buffer.seal(1, seq=3, step=8, facts=b"{}")
+    assert [found and (found.seq, found.step) for found in map(buffer.sealed, (0, 1))] == [(2, 7), (3, 8)]
+    buffer.break_seal(0)
+    buffer.memory[buffer.data(0) : buffer.data(0) + 8] = b"half of "
+    assert buffer.sealed(0) is None
+    assert buffer.sealed(1) is not None
+    buffer.memory[buffer.data(1) - 4096 + 64] ^= 1  # a fact that is not the one that was sealed
+    assert buffer.sealed(1) is None
+    buffer.close()
 
 
 def test_memory_server_rejects_strangers_and_malformed_requests(memories: Any) -> None:

@@ -22,7 +22,7 @@ from echelon.fastpath import pass_timing
 from echelon.fastpath.cuda_graph_capture import (
     CapturedStep,
     WarmupStep,
-    _telling,
+    _claiming_capture,
     find_side_effect,
     has_gradient_hooks,
     snapshot_attributes,
@@ -524,7 +524,7 @@ def test_step_waiting_for_device_retried_as_told_of_capture(helps: bool, monkeyp
     told: list[bool] = []
 
     def played(rehearsal: WarmupStep) -> Any:
-        rehearsal.waits = not (rehearsal.told and helps)
+        rehearsal.waits = not (rehearsal.claimed and helps)
         return nullcontext()
 
     def captured(model: nn.Module, batch: Any, readings: Any, plain: Any, merges: bool, knows: bool) -> Traced:
@@ -544,7 +544,7 @@ def test_is_current_stream_capturing_returns_the_set_answer(monkeypatch: pytest.
     """Inside the context torch reports the given answer about capturing; afterwards its own function is back."""
     before = torch.cuda.is_current_stream_capturing
     for captured in (True, False):
-        with _telling(captured):
+        with _claiming_capture(captured):
             assert torch.cuda.is_current_stream_capturing() is captured
         assert torch.cuda.is_current_stream_capturing is before
 

@@ -201,7 +201,7 @@ def test_what_was_overheard_opens_nothing(guarded):
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("side", [job_secret.admit, job_secret.prove])
-def test_a_byte_now_and_then_does_not_keep_anybody_waiting(side):
+def test_a_byte_now_and_then_delays_no_other_connection(side):
     ours, theirs = socket.socketpair()
 
     def drip():
@@ -373,7 +373,7 @@ class TestWithCertificates:
         assert b"plain words" not in b"".join(heard)
         assert job_secret.GREETING not in b"".join(heard)
 
-    def test_a_certificate_of_somebody_else_is_not_trusted(self):
+    def test_a_certificate_of_another_job_is_not_trusted(self):
         _, port = served()
         self.monkeypatch.setenv(PS_CA, str(self.pem / "stranger.pem"))
         with pytest.raises(PeerLost, match=r"cannot be reached: .*certificate verify failed"):

@@ -33,7 +33,7 @@ def host(name, *, node_rank=None, serves=False, address="10.0.0.9", hosts="3"):
 
 
 @pytest.mark.usefixtures("warm")
-def test_hosts_stand_as_their_node_ranks_say_whoever_came_first(tmp_path):
+def test_hosts_are_ordered_by_node_rank_and_not_by_arrival(tmp_path):
     write(
         tmp_path / "where.py",
         "import os, torch, torch.distributed as dist, echelon\n"

@@ -130,7 +130,7 @@ def test_a_host_without_an_address_is_named():
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_console_names_a_late_rank_once_whoever_waits_for_it(tmp_path):
+def test_the_console_names_a_late_rank_once_for_all_that_wait(tmp_path):
     """Rank 0, whose words the console shows, is the late one: the launcher says it for the two that wait."""
     late = "import os, time\nif os.environ['RANK'] == '0': time.sleep(2.5)\nimport echelon\nechelon.init()\n"
     write(tmp_path / "late.py", late)

@@ -162,7 +162,7 @@ def _complained(directory: str, lost: bool) -> tuple[list[float], list[str]]:
     return end["losses"], errors.getvalue().splitlines()
 
 
-def test_nothing_is_written_where_nobody_said_where(tmp_path: Path) -> None:
+def test_nothing_is_written_without_a_directory(tmp_path: Path) -> None:
     [files] = run(_alone_in, str(tmp_path), ranks=1)
     assert files == []
 

@@ -140,7 +140,7 @@ def test_who_has_passed_a_call_is_not_waited_for_there() -> None:
     assert finding.late == (2,)
 
 
-def test_where_all_have_come_nobody_is_blamed() -> None:
+def test_no_rank_is_blamed_where_all_have_come() -> None:
     finding = find_stall(seen(*(waits(rank, "sum of gradients") for rank in range(3))), LIMIT)
     assert finding is not None
     assert finding.late == ()

@@ -31,7 +31,7 @@ def train(marks: dict[str, Any], shares: tuple[float, ...] = ()) -> dict[str, An
     for batch in engine.loader(data, global_batch=8, **options):
         sizes.append(len(batch[0]))
         losses.append(float(engine.step(*batch)))
-    held = sum(p.numel() for p in engine._parts.holdings.parameters.values())  # type: ignore[union-attr]
+    held = sum(p.numel() for p in engine._parts.local_state.parameters.values())  # type: ignore[union-attr]
     depth = list(engine.plan.stages.units.values()) if engine.plan.stages else []
     result = {"losses": losses, "sizes": sizes, "held": held, "depth": depth, "weights": engine.whole_state()}
     engine.close()
@@ -128,7 +128,7 @@ def test_pipeline_stage_depths_follow_device_speed() -> None:
     assert depth.count(0) > depth.count(1) > 0
 
 
-def test_shares_of_a_batch_cover_it_once_and_leave_nobody_out() -> None:
+def test_shares_of_a_batch_cover_it_once_and_leave_no_rank_out() -> None:
     for count in range(2, 40):
         for weights in ((3, 1), (1, 1, 1), (100, 1, 1), (1, 5, 2, 2)):
             cuts = [weighted(count, rank, weights) for rank in range(len(weights))]

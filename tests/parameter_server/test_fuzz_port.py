@@ -253,7 +253,7 @@ def test_stranger_with_much_to_say_takes_no_memory(target: Target):
     target.check()
 
 
-def test_slow_and_idle_clients_hold_up_no_other(target: Target):
+def test_slow_and_idle_clients_delay_no_other(target: Target):
     idle = [connect(target) for _ in range(60)]  # say nothing
     halves = [connect(target) for _ in range(60)]
     for at, one in enumerate(halves):

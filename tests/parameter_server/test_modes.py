@@ -125,7 +125,7 @@ def test_geo_adds_what_changed_and_others_see_it():
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-def test_nobody_gets_further_ahead_than_the_bound(bound):
+def test_no_worker_gets_further_ahead_than_the_bound(bound):
     """Three threads at random speeds over two servers, which note how far ahead everyone was whom they let go on."""
     spec = job(2, 3, "bounded", staleness=bound)
     servers, workers = started(spec)
@@ -207,7 +207,7 @@ def test_a_sync_pull_waits_for_the_step_before():
     assert workers[0].versions == [1]
 
 
-def test_a_peek_waits_for_nobody_and_makes_no_rows():
+def test_a_peek_waits_for_no_worker_and_makes_no_rows():
     servers, workers = started(job(1, 2))
     workers[0].pull(Batch(0, 3), step=50, peek=True)
     assert servers.shards[0].handle(WireMessage({"op": "stats", "worker": -1})).head["rows"] == {"users": 0, "words": 0}

@@ -245,7 +245,7 @@ def test_beats_reach_every_server_and_stop(tmp_path: Path):
     assert not set(threading.enumerate()) - threads
 
 
-def test_a_client_that_does_not_take_its_answers_holds_up_nobody():
+def test_a_client_that_does_not_take_its_answers_delays_no_other():
     from echelon.base.security import OPEN
     from echelon.parameter_server.protocol.connection import ServerConnection
     from echelon.parameter_server.protocol.message_wire import PackedMessage

@@ -55,7 +55,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", WELCOME)
-def test_whoever_belongs_to_the_job_gets_in(case: str, pem: Path):
+def test_clients_of_the_job_get_in(case: str, pem: Path):
     theirs, ours = (settings(pem, **names) for names in WELCOME[case])
     server = ServerPort("127.0.0.1:0", Counting().handle, theirs)
     link = ServerChannel(server.endpoint, security=ours)

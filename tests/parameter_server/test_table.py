@@ -248,7 +248,7 @@ def test_errors_are_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_kernel_that_nobody_can_keep_is_compiled_all_the_same() -> None:
+def test_a_kernel_that_cannot_be_cached_is_compiled_all_the_same() -> None:
     written: dict[str, Callable[[int], int]] = {}
     exec("def double(x): return 2 * x", written)  # in no file, so there is no place beside it
     assert kernel(written["double"])(21) == 42

@@ -192,7 +192,7 @@ def test_a_file_gives_figures_in_place_of_the_catalogues(tmp_path: Path) -> None
     assert all(line.split()[-1] in ("measured", "default", "given") for line in lines[1:])
 
 
-def test_a_device_of_ones_own_needs_what_nobody_can_guess(tmp_path: Path) -> None:
+def test_a_device_outside_the_catalogue_needs_its_figures(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("hosts: [{devices: 2xAbacus}]\ndevices: {Abacus: {peak: {float32: 1 TFLOP/s}}}")
     with pytest.raises(UsageError, match=r"devices\.Abacus: a device of its own needs memory, bandwidth"):

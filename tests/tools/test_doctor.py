@@ -460,7 +460,7 @@ def test_what_systems_write_is_read() -> None:
 
 
 def test_a_clock_s_offset_lies_within_half_the_trip() -> None:
-    within, ahead = clock_offset(asked=100.0, trip=0.2, remote_time=90.1)
+    within, ahead = clock_offset(sent_at=100.0, trip=0.2, remote_time=90.1)
     assert (within, ahead) == (0.1, pytest.approx(10.0))
 
 

@@ -324,7 +324,7 @@ def test_a_recording_that_was_cut_short_is_said(tmp_path: Path) -> None:
     assert "Cut short" not in said
 
 
-def test_one_rank_has_nobody_to_be_compared_with(tmp_path: Path) -> None:
+def test_one_rank_has_no_other_to_be_compared_with(tmp_path: Path) -> None:
     append(tmp_path / "rank-0.jsonl", made_up.rank_records(0, 10, 50))
     append(tmp_path / "timeline" / "rank-0.jsonl", made_up.spans(0))
     root = page(tmp_path)

@@ -170,7 +170,7 @@ def hostile() -> list[bytes]:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_whatever_comes_is_answered_in_short_and_harms_nobody(directory: Path, known: bool) -> None:
+def test_any_request_gets_a_short_answer_and_harms_no_other(directory: Path, known: bool) -> None:
     with serving(directory) as server:
         proof = b"\r\nAuthorization: Bearer a-token\r\n" if known else b"\r\n"
         for data in (each.replace(b"\r\n", proof, 1) for each in hostile()):

@@ -37,9 +37,9 @@ def run_memory(
 
 def _of_script(options: MemoryOptions, arguments: Sequence[str]) -> tuple[str, Footprint]:
     answer = ask_script(options, arguments)
-    found = Footprint.of(answer["footprint"])
-    assert found is not None
-    return answer["title"], found
+    result = Footprint.of(answer["footprint"])
+    assert result is not None
+    return answer["title"], result
 
 
 def _of_model(options: MemoryOptions) -> tuple[str, Footprint]:
@@ -52,8 +52,8 @@ def _of_model(options: MemoryOptions) -> tuple[str, Footprint]:
         saved.check_model(profile.model)
     job = requested_job(options, profile) if saved is None else job_by_plan(options, saved)
     optimizer = options.optimizer or USUAL
-    found = find_footprint(profile, job, optimizer)
-    return f"{profile.name}, {optimizer}", replace(found, notes=(*remark(options, job), *found.notes))
+    result = find_footprint(profile, job, optimizer)
+    return f"{profile.name}, {optimizer}", replace(result, notes=(*remark(options, job), *result.notes))
 
 
 def _check_batch(options: MemoryOptions, batch: int | None) -> None:

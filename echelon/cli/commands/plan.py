@@ -19,19 +19,19 @@ class NothingFits(EchelonError):
     """Raised if no plan fits in the memory of the devices."""
 
 
-def run_plan(asked: PlanOptions, *, explain: str | None, html: str | None, as_json: bool, save: str | None) -> None:
+def run_plan(options: PlanOptions, *, explain: str | None, html: str | None, as_json: bool, save: str | None) -> None:
     """Find the plan and output it; the options must have passed ``check_plan_options``."""
     orders = PlanReportOptions(sizes=as_json or html is not None, save=save, explain=explain)
-    if is_script(asked.model):
-        report = ask_script(asked, orders)
+    if is_script(options.model):
+        report = ask_script(options, orders)
     else:
-        cluster = asked.machines()
-        report = make_report(asked, cluster, find_source(asked, cluster), orders)
+        cluster = options.machines()
+        report = make_report(options, cluster, find_source(options, cluster), orders)
     _put_out(report, html, as_json)
     if not report.options:
         raise NothingFits(f"no plan of {report.model} fits on {report.machines.name}: {report.reason}")
     if save:
-        print(f"saved: {save}; {_use_of(save, asked.model)}", file=sys.stderr)
+        print(f"saved: {save}; {_use_of(save, options.model)}", file=sys.stderr)
 
 
 def _use_of(path: str, model: str) -> str:

@@ -50,20 +50,20 @@ class VerifyInterrupted(Exception):
     """Raised if a signal ended a run, which has already been reported; the argument is the exit code."""
 
 
-def run_verify(asked: VerifyOptions, json: bool) -> int:
+def run_verify(options: VerifyOptions, json: bool) -> int:
     """Compare the two runs and return an exit code.
 
     The code is 0 if the numbers agree, or differ as expected from the strategy; 1 if they differ; 3 if the runs cannot
     be compared.
     """
-    check_asked(asked)
+    check_asked(options)
     room = tempfile.mkdtemp(prefix="echelon-verify-")
-    asked = _of_the_zoo(asked, room)
+    options = _of_the_zoo(options, room)
     keep = False
     try:
-        verdict = _compared(asked, VerifyRequest(room, "plan", asked.steps))
+        verdict = _compared(options, VerifyRequest(room, "plan", options.steps))
         if verdict.status == "differs" and verdict.parting and verdict.parting.step > 1:
-            verdict = _reconsidered(asked, room, verdict)
+            verdict = _reconsidered(options, room, verdict)
     except RunsNotComparable as doubt:
         print(json_module.dumps({"status": "cannot tell", "doubts": [str(doubt)]}) if json else f"cannot tell: {doubt}")
         return CANNOT_TELL
@@ -78,20 +78,20 @@ def run_verify(asked: VerifyOptions, json: bool) -> int:
     return {"differs": 1, "cannot tell": CANNOT_TELL}.get(verdict.status, 0)
 
 
-def _compared(asked: VerifyOptions, question: VerifyRequest) -> Verdict:
-    _run_ranks(asked, _job(asked, question.directory), question)
+def _compared(options: VerifyOptions, question: VerifyRequest) -> Verdict:
+    _run_ranks(options, _job(options, question.directory), question)
     alone = replace(question, role="reference")
-    _run_alone(asked, alone)
+    _run_alone(options, alone)
     if alone.noted("passes") is not None:
         say("one process accumulates another number of losses for an update: repeating it with the ranks' number")
-        _run_alone(asked, replace(alone, passes=int(alone.noted("passes") or 0)))
+        _run_alone(options, replace(alone, passes=int(alone.noted("passes") or 0)))
     plan, reference = question.answered("plan"), question.answered("reference")
     assert plan is not None
     assert reference is not None
-    return compare_runs(plan, reference, TOLERANCE if question.wide else asked.tolerance)
+    return compare_runs(plan, reference, TOLERANCE if question.wide else options.tolerance)
 
 
-def _reconsidered(asked: VerifyOptions, room: str, verdict: Verdict) -> Verdict:
+def _reconsidered(options: VerifyOptions, room: str, verdict: Verdict) -> Verdict:
     """Compare both runs again in float64 and return the new verdict.
 
     Runs that differ only after the first step may differ by rounding errors, which some models and optimizers amplify.
@@ -102,7 +102,7 @@ def _reconsidered(asked: VerifyOptions, room: str, verdict: Verdict) -> Verdict:
     wide.mkdir()
     with contextlib.suppress(UsageError, RunsNotComparable):
         return apply_float64_verdict(
-            verdict, _compared(asked, VerifyRequest(str(wide), "plan", asked.steps, wide=True))
+            verdict, _compared(options, VerifyRequest(str(wide), "plan", options.steps, wide=True))
         )
     return verdict
 
@@ -122,53 +122,53 @@ class _VerifyScriptFailed(UsageError):
     on_ranks = False
 
 
-def _of_the_zoo(asked: VerifyOptions, room: str) -> VerifyOptions:
+def _of_the_zoo(options: VerifyOptions, room: str) -> VerifyOptions:
     """Return the options for ``echelon verify train -- ARGS``, which runs the module that ``echelon train ARGS`` runs.
 
     Its output goes to the temporary directory ``room``, unless ``--output_dir`` is given.
     """
-    if not asked.is_of_the_zoo:
-        return asked
-    words = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
+    if not options.is_of_the_zoo:
+        return options
+    words = options.args[1:] if options.args[:1] == ("--",) else options.args
     given = any(word.partition("=")[0] == "--output_dir" for word in words)
     out = () if given else ("--output_dir", str(Path(room, "train")))
-    return replace(asked, script="echelon.zoo.train.run", args=(*words, *out), module=True)
+    return replace(options, script="echelon.zoo.train.run", args=(*words, *out), module=True)
 
 
-def _job(asked: VerifyOptions, room: str) -> Job:
+def _job(options: VerifyOptions, room: str) -> Job:
     from echelon.cli import checked_job
     from echelon.cli.app import run_command
 
     logs = ["--log-dir", str(Path(room, "log")), "--max-restarts", "0"]
-    words = [*asked.words, *logs, *(["-m"] if asked.module else []), asked.script, *asked.args]
+    words = [*options.words, *logs, *(["-m"] if options.module else []), options.script, *options.args]
     with run_command().make_context("echelon verify", words) as context:
         return checked_job(RunOptions(**context.params))
 
 
-def _run_ranks(asked: VerifyOptions, job: Job, question: VerifyRequest) -> None:
+def _run_ranks(options: VerifyOptions, job: Job, question: VerifyRequest) -> None:
     from echelon.launcher.launch_job import launch
 
-    say(f"1 of 2: {asked.script} on {job.procs} processes, {asked.steps} steps")
+    say(f"1 of 2: {options.script} on {job.procs} processes, {options.steps} steps")
     os.environ |= question.ask()
     with _to_stderr():
         code = launch(job)
-    check_answer(asked, question, code, f"on {job.procs} processes")
+    check_answer(options, question, code, f"on {job.procs} processes")
 
 
-def _run_alone(asked: VerifyOptions, question: VerifyRequest) -> None:
-    say(f"2 of 2: {asked.script} in one process, given their batches together")
+def _run_alone(options: VerifyOptions, question: VerifyRequest) -> None:
+    say(f"2 of 2: {options.script} in one process, given their batches together")
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | question.ask()
-    words = ["-m", asked.script] if asked.module else [asked.script]
-    args = asked.args[1:] if asked.args[:1] == ("--",) else asked.args
+    words = ["-m", options.script] if options.module else [options.script]
+    args = options.args[1:] if options.args[:1] == ("--",) else options.args
     # The script's own output goes to stderr, so that stdout has only the table or the JSON.
     ended = subprocess.run([sys.executable, *words, *args], env=environment, stdout=2, check=False)
-    check_answer(asked, question, ended.returncode, "in one process")
+    check_answer(options, question, ended.returncode, "in one process")
 
 
-def check_answer(asked: VerifyOptions, question: VerifyRequest, code: int, where: str) -> None:
+def check_answer(options: VerifyOptions, question: VerifyRequest, code: int, where: str) -> None:
     """Raise an error with one line if a run has left no answer, or failed."""
     if (refused := question.noted("refused")) is not None:
-        raise UsageError(f"verify {asked.script}: {refused}")
+        raise UsageError(f"verify {options.script}: {refused}")
     if (doubt := question.noted("unclear")) is not None:
         raise RunsNotComparable(doubt)
     if code >= 128:
@@ -179,21 +179,20 @@ def check_answer(asked: VerifyOptions, question: VerifyRequest, code: int, where
     if code:
         answer = (question.answered("plan") or {}) if question.role == "reference" else {}
         why = f": {OF_A_LOOP}" if answer.get("own_loop") else ""
-        failed = _VerifyScriptFailed(f"verify: '{asked.script}' failed {where}; its output is above{why}")
+        failed = _VerifyScriptFailed(f"verify: '{options.script}' failed {where}; its output is above{why}")
         failed.on_ranks = question.role == "plan"
         raise failed
     taken = int(question.noted("steps") or 0)
     if not question.noted("begun"):
-        raise UsageError(f"verify: '{asked.script}' never called echelon.distribute(); there is nothing to compare")
+        raise UsageError(f"verify: '{options.script}' never called echelon.distribute(); there is nothing to compare")
     if not taken:
         raise UsageError(
-            f"verify: '{asked.script}' ended without engine.step() or update(); let it train, or give it more data"
+            f"verify: '{options.script}' ended without engine.step() or update(); let it train, or give it more data"
         )
     steps = f"{taken} steps" if taken > 1 else "1 step"
     raise UsageError(
-        f"verify: '{asked.script}' took {steps} {where}, fewer than --steps {asked.steps}; give --steps {taken}, or "
-        "the "
-        "script more data"
+        f"verify: '{options.script}' took {steps} {where}, fewer than --steps {options.steps}; give --steps {taken}, "
+        "or the script more data"
     )
 
 

@@ -181,14 +181,14 @@ def _refuse_columns(numeric: Any, categorical: Any, names: Any, label: str | Non
 
 def _found(paths: Paths) -> list[str]:
     if not isinstance(paths, str | os.PathLike):
-        found = [os.fspath(path) for path in paths]
-        if not found:
+        result = [os.fspath(path) for path in paths]
+        if not result:
             raise DataError("CtrFiles was given an empty list of files; name at least one")
     else:
-        found = sorted(glob.glob(os.fspath(paths), recursive=True))
-        if not found:
+        result = sorted(glob.glob(os.fspath(paths), recursive=True))
+        if not result:
             raise DataError(f"no file matches '{os.fspath(paths)}' from {os.getcwd()}; check the pattern")
-    for path in found:
+    for path in result:
         if not os.path.isfile(path):
             raise DataError(f"{path} is no file; check the path")
-    return found
+    return result

@@ -291,6 +291,6 @@ def digest(path: Path, algorithm: str) -> str:
 
 
 def _facts(file: RemoteFile, target: Path) -> list[Any]:
-    found = target.stat()
+    result = target.stat()
     wanted = ":".join(file.checksum) if file.checksum else file.url.split("?", 1)[0]
-    return [found.st_size, found.st_mtime_ns, wanted]
+    return [result.st_size, result.st_mtime_ns, wanted]

@@ -107,10 +107,10 @@ class Spec:
     @staticmethod
     def in_our_names(given: Mapping[Any, Any], label: str) -> Mapping[Any, Any]:
         """Translate the keys of Paddle Fleet's yaml: ``bos_path``, or the keys of HDFS."""
-        found = {key: given[key] for key in _FLEET_KEYS if key in given}
-        if not found:
+        result = {key: given[key] for key in _FLEET_KEYS if key in given}
+        if not result:
             return given
-        refused = {key: _FLEET_ENVIRONMENT[key] for key in found if key in _FLEET_ENVIRONMENT}
+        refused = {key: _FLEET_ENVIRONMENT[key] for key in result if key in _FLEET_ENVIRONMENT}
         if refused:
             variables = " and ".join(dict.fromkeys(refused.values()))
             raise UsageError(
@@ -118,10 +118,10 @@ class Spec:
                 "environment, and leave it out"
             )
         if "base" in given:
-            raise UsageError(f"{label} has both 'base' and '{next(iter(found))}'; keep one")
-        rest = {key: value for key, value in given.items() if key not in found}
+            raise UsageError(f"{label} has both 'base' and '{next(iter(result))}'; keep one")
+        rest = {key: value for key, value in given.items() if key not in result}
         named = {} if "files" in given or "list" in given else _FLEET_FOLDER
-        return {"base": _fleet_base(found, label), **named, **rest}
+        return {"base": _fleet_base(result, label), **named, **rest}
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,12 @@ def _entries(text: str, source: str) -> Iterable[SpecFileEntry]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        found = _CHECKSUM_FIRST.fullmatch(line.rstrip()) or _NAME_FIRST.fullmatch(line.rstrip())
-        if found is None:
+        match = _CHECKSUM_FIRST.fullmatch(line.rstrip()) or _NAME_FIRST.fullmatch(line.rstrip())
+        if match is None:
             raise DataError(
                 f"{source}, line {number}: expected 'checksum  name' as sha256sum writes it, got {line[:60]!r}"
             )
-        digits, name = found["digits"], found["name"]
+        digits, name = match["digits"], match["name"]
         name = name.removeprefix("./")  # as `find . | xargs sha256sum` writes it
         yield (
             SpecFileEntry(name=name, sha256=digits)
@@ -278,14 +278,14 @@ def check_name(name: str) -> None:
 
 
 def _checked(files: Iterable[RemoteFile], folder: str) -> list[RemoteFile]:
-    found: dict[str, RemoteFile] = {}
+    result: dict[str, RemoteFile] = {}
     for file in files:
-        if file.name in found:
+        if file.name in result:
             raise DataError(f"{redact_url(folder)}: the file '{file.name[:100]}' is listed twice; keep one")
-        found[file.name] = file
-        if len(found) > MOST_FILES:
+        result[file.name] = file
+        if len(result) > MOST_FILES:
             raise DataError(f"{redact_url(folder)}: more than {MOST_FILES:,} files; pack them into fewer, larger ones")
-    return list(found.values())
+    return list(result.values())
 
 
 def joined(folder: str, name: str, *, quoted: bool = False) -> str:

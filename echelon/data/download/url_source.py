@@ -152,15 +152,15 @@ def _show_token(request: urllib.request.Request, token: str) -> None:
     request.add_unredirected_header("Authorization", f"Bearer {token}")  # "unredirected": not sent to another host
 
 
-def _opened(response: Any, asked: int) -> OpenRemoteFile:
+def _opened(response: Any, requested: int) -> OpenRemoteFile:
     length = response.headers.get("Content-Length")
     start, size = 0, int(length) if length and length.isdigit() else None
     if response.status == 206:
-        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
-        if found is None or int(found[1]) != asked:
+        match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
+        if match is None or int(match[1]) != requested:
             response.close()
             raise RetryableDownloadError("the server answered with another part of the file than was asked for")
-        start, size = int(found[1]), int(found[2])
+        start, size = int(match[1]), int(match[2])
     # read1 returns what has arrived, so that a broken connection loses less
     return OpenRemoteFile(_guarded(response.read1), response.close, start, size, _version(response.headers, size))
 
@@ -225,19 +225,19 @@ def _open_path(url: str, start: int, version: str) -> OpenRemoteFile:
         facts = path.stat()
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror}; check the path") from None
-    found = f"{facts.st_size}-{facts.st_mtime_ns}"
-    start = start if found == version and start <= facts.st_size else 0
+    result = f"{facts.st_size}-{facts.st_mtime_ns}"
+    start = start if result == version and start <= facts.st_size else 0
     file.seek(start)
-    return OpenRemoteFile(_guarded(file.read), file.close, start, facts.st_size, found)
+    return OpenRemoteFile(_guarded(file.read), file.close, start, facts.st_size, result)
 
 
 def _open_elsewhere(url: str, start: int, version: str) -> OpenRemoteFile:
     system, path = _file_system(url)
     try:
         size = system.info(path).get("size")
-        found = str(system.ukey(path))
+        result = str(system.ukey(path))
         file = system.open(path, "rb")
-        start = start if found == version and start <= (size or 0) else 0
+        start = start if result == version and start <= (size or 0) else 0
         file.seek(start)
     except FileNotFoundError:
         raise DataError(f"{redact_url(url)}: there is no such file; check the spec") from None
@@ -245,7 +245,7 @@ def _open_elsewhere(url: str, start: int, version: str) -> OpenRemoteFile:
         raise DataError(f"{redact_url(url)}: not allowed ({one_line(error)}); check the credentials") from None
     except Exception as error:  # libraries have their own errors, and which of them are temporary is unknown here
         raise RetryableDownloadError(one_line(error)) from error
-    return OpenRemoteFile(_guarded(file.read), file.close, start, size, found)
+    return OpenRemoteFile(_guarded(file.read), file.close, start, size, result)
 
 
 def _guarded(read: Callable[[int], bytes]) -> Callable[[int], bytes]:

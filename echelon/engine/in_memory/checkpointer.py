@@ -26,15 +26,15 @@ class MemoryCheckpointer:
         self,
         where: SnapshotHosts,
         world: World,
-        keeper: CheckpointManager,
-        company: ConsistencyChecker,
+        manager: CheckpointManager,
+        checker: ConsistencyChecker,
         statistics: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self.where = where
         self._world = world
-        self._keeper = keeper
-        self._company = company
+        self._manager = manager
+        self._checker = checker
         self._statistics, self._say = statistics, say
         self.copies: SnapshotWriter | None = None  #: None before the first step
 
@@ -42,7 +42,7 @@ class MemoryCheckpointer:
         """Take a snapshot after ``step`` on all ranks if one is due; ``at_once``: take it in any case."""
         if self.copies is None:
             self.copies = self._open()
-        with self._company.explained():
+        with self._checker.explained():
             self.copies.after(step, at_once)
 
     def hold(self) -> None:
@@ -61,8 +61,8 @@ class MemoryCheckpointer:
         return SnapshotWriter(
             self.where,
             self._world,
-            self._keeper,
-            new_group=lambda: self._company.groups.new(backend="gloo", timeout=limit),
+            self._manager,
+            new_group=lambda: self._checker.groups.new(backend="gloo", timeout=limit),
             statistics=self._statistics,
             say=self._say,
         )

@@ -28,12 +28,12 @@ class DeviceCopy:
         self._read: torch.cuda.Event | None = None
         self._registered: int | None = None
 
-    def register(self, bank: SnapshotBuffer) -> None:
+    def register(self, buffer: SnapshotBuffer) -> None:
         """Pin the buffer's memory for the GPU. If pinning fails, copies are slower but still correct."""
         self.forget()
         if self._stream is None:
             return
-        whole = torch.frombuffer(bank.memory, dtype=torch.uint8)
+        whole = torch.frombuffer(buffer.memory, dtype=torch.uint8)
         cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):
             if int(cuda.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)) == 0:

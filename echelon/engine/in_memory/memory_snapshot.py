@@ -31,7 +31,7 @@ from echelon.distributed.tensor_region import TensorRegion
 
 Copy = dict[str, Any]
 #: A set as rank 0 broadcasts it: {"step", "world", "hosts", "facts", "tensors": {name: [dtype, shape, chunks]}}
-Told = dict[str, Any]
+SnapshotMetadata = dict[str, Any]
 
 
 def newest(
@@ -43,19 +43,19 @@ def newest(
     """
     found = _search(where, at_least, skipped) if rank == 0 else None
     with waiting("search for in-memory snapshots", "", group):
-        told = _tell(found, group)
-    return MemorySnapshot(told, where) if told is not None else None
+        metadata = _broadcast(found, group)
+    return MemorySnapshot(metadata, where) if metadata is not None else None
 
 
 class MemorySnapshot(Stored):
     """A set of copies. Every rank reads the pieces it needs from the host that has them."""
 
-    def __init__(self, told: Told, where: SnapshotHosts) -> None:
+    def __init__(self, metadata: SnapshotMetadata, where: SnapshotHosts) -> None:
         self.path = Path("memory")
-        self.hosts = int(told["hosts"])  #: number of hosts of the ranks that wrote it
+        self.hosts = int(metadata["hosts"])  #: number of hosts of the ranks that wrote it
         self._where = where
-        tensors = {name: _entry(name, *entry) for name, entry in told["tensors"].items()}
-        self._index = CheckpointIndex(int(told["step"]), int(told["world"]), {}, tensors, told["facts"])
+        tensors = {name: _entry(name, *entry) for name, entry in metadata["tensors"].items()}
+        self._index = CheckpointIndex(int(metadata["step"]), int(metadata["world"]), {}, tensors, metadata["facts"])
 
     @property
     def title(self) -> str:
@@ -89,7 +89,7 @@ def _fetch(line: SnapshotClient, chunk: Chunk) -> torch.Tensor:
     return dtypes.tensor_of(content, chunk.region.dtype, chunk.region.sizes)
 
 
-def _search(where: SnapshotHosts, at_least: int, skipped: int) -> Told | None:
+def _search(where: SnapshotHosts, at_least: int, skipped: int) -> SnapshotMetadata | None:
     """Return the newest complete set after skipping ``skipped``. A host that does not answer counts as empty."""
     sets: dict[tuple[int, int, int, int], dict[int, Copy]] = {}
     with contextlib.ExitStack() as stack:
@@ -108,14 +108,14 @@ def _search(where: SnapshotHosts, at_least: int, skipped: int) -> Told | None:
             if step < at_least or set(ranks) != set(range(world)):
                 continue
             with contextlib.suppress(OSError, SnapshotRefusedError):
-                if (told := _described(step, [ranks[rank] for rank in range(world)], lines)) is not None:
+                if (metadata := _described(step, [ranks[rank] for rank in range(world)], lines)) is not None:
                     if not skipped:
-                        return told
+                        return metadata
                     skipped -= 1
     return None
 
 
-def _described(step: int, copies: list[Copy], lines: dict[int, SnapshotClient]) -> Told | None:
+def _described(step: int, copies: list[Copy], lines: dict[int, SnapshotClient]) -> SnapshotMetadata | None:
     """Return the merged description of the copies; ``None`` if a piece is missing."""
     tensors: dict[str, list[Any]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -142,14 +142,14 @@ def _filled(_: str, shape: list[int], chunks: list[Any]) -> bool:
 
 
 def _entry(name: str, kind: str, shape: list[int], chunks: list[Any]) -> TensorEntry:
-    found = []
+    result = []
     for file, offsets, sizes, start in chunks:
         region = TensorRegion.from_json([name, kind, shape, offsets, sizes])
-        found.append(Chunk(file, name, region, TensorByteSpan(start, region.nbytes, "")))
-    return TensorEntry(found[0].region.dtype, found[0].region.shape, tuple(found))
+        result.append(Chunk(file, name, region, TensorByteSpan(start, region.nbytes, "")))
+    return TensorEntry(result[0].region.dtype, result[0].region.shape, tuple(result))
 
 
-def _tell(message: Told | None, group: dist.ProcessGroup | None) -> Told | None:
+def _broadcast(message: SnapshotMetadata | None, group: dist.ProcessGroup | None) -> SnapshotMetadata | None:
     """Broadcast the message of rank 0 and return it."""
     if group is None:
         return message
@@ -159,5 +159,5 @@ def _tell(message: Told | None, group: dist.ProcessGroup | None) -> Told | None:
     if dist.get_rank(group) != 0:
         data = torch.zeros(int(length), dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=0)
-    told: Told | None = tensor_to_json(data)
-    return told
+    metadata: SnapshotMetadata | None = tensor_to_json(data)
+    return metadata

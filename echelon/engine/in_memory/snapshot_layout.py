@@ -42,14 +42,14 @@ class SnapshotLayout:
             for name, value in tensors.items()
             for piece, view in pieces_of(name, value)
         ]
-        mine = is_mine([(piece, alike) for piece, _, alike in found], where, rank)
-        copied = [each for each, is_ours in zip(found, mine, strict=True) if is_ours]
+        local = is_mine([(piece, alike) for piece, _, alike in found], where, rank)
+        copied = [each for each, is_ours in zip(found, local, strict=True) if is_ours]
         copied.sort(key=lambda each: not only_here(each[2], where))
         lonely = [piece for piece, _, alike in copied if only_here(alike, where)]
         first, self.sent = place_pieces(lonely)
         rest, self.nbytes = place_pieces([piece for piece, _, _ in copied[len(lonely) :]], self.sent)
         others = [
-            PlacedPiece(piece, ELSEWHERE) for (piece, _, _), is_ours in zip(found, mine, strict=True) if not is_ours
+            PlacedPiece(piece, ELSEWHERE) for (piece, _, _), is_ours in zip(found, local, strict=True) if not is_ours
         ]
         self.placed = [*first, *rest]
         self.table = [*self.placed, *others]
@@ -67,10 +67,10 @@ class SnapshotLayout:
         for name, value in random.items():
             self.views[self._fresh[name]] = value
 
-    def inside(self, bank: SnapshotBuffer) -> list[list[Tensor]]:
+    def inside(self, buffer: SnapshotBuffer) -> list[list[Tensor]]:
         """Return the target tensors in the memory of the buffer; the result has one list per slot."""
-        whole = torch.frombuffer(bank.memory, dtype=torch.uint8)
-        return [[_view(whole, bank.data(slot), each) for each in self.placed] for slot in (0, 1)]
+        whole = torch.frombuffer(buffer.memory, dtype=torch.uint8)
+        return [[_view(whole, buffer.data(slot), each) for each in self.placed] for slot in (0, 1)]
 
     def steady(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return indices of pieces that only an update changes, and of pieces that the next forward pass may change."""

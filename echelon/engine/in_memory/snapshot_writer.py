@@ -45,7 +45,7 @@ class SnapshotTarget:
 class PendingSnapshot:
     """A copy whose tensors are in their slot or are still being copied there."""
 
-    bank: SnapshotBuffer
+    buffer: SnapshotBuffer
     targets: list[SnapshotTarget]
     seq: int
     step: int
@@ -58,11 +58,11 @@ class PendingSnapshot:
         Raises ``SnapshotRefusedError`` if the facts do not fit.
         """
         self.text = self.text or _encoded(self.facts)
-        if len(self.text) > self.bank.room:
+        if len(self.text) > self.buffer.room:
             raise SnapshotRefusedError(
-                f"{len(self.text)} bytes of metadata do not fit into the {self.bank.room} left for them"
+                f"{len(self.text)} bytes of metadata do not fit into the {self.buffer.room} left for them"
             )
-        self.bank.seal(self.seq % 2, self.seq, self.step, self.text)
+        self.buffer.seal(self.seq % 2, self.seq, self.step, self.text)
         return len(self.text)
 
     def send(self) -> None:
@@ -71,7 +71,7 @@ class PendingSnapshot:
             head = {"op": "keep", "bank": target.number, "seq": self.seq, "step": self.step, "bytes": target.count}
             snapshot_wire.send(connection, {**head, "facts": self.text.decode()})
             if target.count:
-                connection.sendfile(self.bank.file, self.bank.data(self.seq % 2), target.count)
+                connection.sendfile(self.buffer.file, self.buffer.data(self.seq % 2), target.count)
         for target in self.targets:
             target.line.answer()
 
@@ -87,21 +87,21 @@ class SnapshotWriter:
         self,
         where: SnapshotHosts,
         world: World,
-        keeper: CheckpointManager,
+        manager: CheckpointManager,
         new_group: Callable[[], dist.ProcessGroup],
         statistics: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self._where = where
         self._world = world
-        self._keeper = keeper
+        self._manager = manager
         self._say = say
         self._new_group, self._statistics = new_group, statistics
         self._seq, self._step, self._stopped = 0, -1, False
-        self._courier: Replicator | None = None
+        self._replicator: Replicator | None = None
         self._lines: dict[int, snapshot_wire.SnapshotClient] = {}
         self._form: SnapshotLayout | None = None
-        self._bank: SnapshotBuffer | None = None
+        self._buffer: SnapshotBuffer | None = None
         self._targets: list[SnapshotTarget] = []
         self._unsettled: list[tuple[int, int]] = []  # new buffers: host, number
         self._facts_length = 0  # bytes of the facts of the last copy from a GPU
@@ -114,57 +114,57 @@ class SnapshotWriter:
         """
         if self._stopped or step == self._step or not (at_once or step % self._where.every == 0):
             return
-        if not self._keeper.together:
+        if not self._manager.together:
             return
-        if self._courier is None:
-            self._courier = self._begin()
-        elif failing := self._courier.wait():
-            self._stop(failing, self._courier.failure)
+        if self._replicator is None:
+            self._replicator = self._begin()
+        elif failing := self._replicator.wait():
+            self._stop(failing, self._replicator.failure)
             return
         self._step = step
         try:
-            if self._courier.failure is None:
+            if self._replicator.failure is None:
                 self._settle()
-                self._courier.hand(self._copy(step))
+                self._replicator.hand(self._copy(step))
                 return
         except TROUBLE as error:
-            self._courier.failure = str(error) or type(error).__name__
-        self._courier.hand(lambda: None)  # the vote informs the other ranks
+            self._replicator.failure = str(error) or type(error).__name__
+        self._replicator.hand(lambda: None)  # the vote informs the other ranks
 
     def hold(self) -> None:
         """Make the next update wait until the device has read the tensors that the update changes."""
         self._transfer.hold()
 
     def close(self) -> None:
-        if self._courier is not None:
-            self._courier.close()
+        if self._replicator is not None:
+            self._replicator.close()
         for line in self._lines.values():
             line.close()
         self._stopped = True
         self._lines = {}
         self._targets = []
         self._form = None
-        if self._bank is not None:
+        if self._buffer is not None:
             self._transfer.forget()
-            self._bank.close()
-            self._bank = None
+            self._buffer.close()
+            self._buffer = None
 
     def _begin(self) -> Replicator:
         """Start snapshots on all ranks together: find the holders of each piece and log the memory needed."""
         alone = self._world.size == 1
-        tensors, _ = self._keeper.own_tensors()
+        tensors, _ = self._manager.own_tensors()
         self._holders = PieceHolders(tensors, self._world.rank, self._world.control)
-        courier = Replicator(None if alone else self._new_group(), self._world.rank, self._world.timeout)
+        replicator = Replicator(None if alone else self._new_group(), self._world.rank, self._world.timeout)
         try:
             self._look()
         except TROUBLE as error:
-            courier.failure = str(error) or type(error).__name__
+            replicator.failure = str(error) or type(error).__name__
         form = self._form
-        mine = [form.nbytes, form.sent] if form is not None and courier.failure is None else None
-        everyone: list[Any] = gather_json(mine, self._world.control) if self._world.control is not None else [mine]
+        local = [form.nbytes, form.sent] if form is not None and replicator.failure is None else None
+        everyone: list[Any] = gather_json(local, self._world.control) if self._world.control is not None else [local]
         if None not in everyone:
             self._say(self._amount(everyone))
-        return courier
+        return replicator
 
     def _amount(self, everyone: list[list[int]]) -> str:
         """Return a log line on the memory needed on this host.
@@ -180,38 +180,38 @@ class SnapshotWriter:
 
     def _look(self) -> None:
         """Find the tensors; open new buffers if names or sizes have changed."""
-        keeper = self._keeper
-        tensors, _ = keeper.own_tensors()
-        tensors |= keeper.own_state()
+        manager = self._manager
+        tensors, _ = manager.own_tensors()
+        tensors |= manager.own_state()
         if self._statistics():
-            tensors |= keeper.own_statistics()
-        self._sources = keeper.sources
+            tensors |= manager.own_statistics()
+        self._sources = manager.sources
         form = SnapshotLayout(tensors, self._sources, self._holders, self._where, self._world.rank)
         before, self._form = self._form, form
-        if before is None or self._bank is None or before.table != form.table:
+        if before is None or self._buffer is None or before.table != form.table:
             self._open(form, len(_encoded(self._facts())))
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of this rank; rank 0 adds the shared facts, which are equal on all ranks."""
-        mine, shared = self._keeper.own_facts(self._sources.optimizers())
-        known: dict[str, Any] = {"mine": mine}
+        local, shared = self._manager.own_facts(self._sources.optimizers())
+        known: dict[str, Any] = {"mine": local}
         if self._world.rank == 0:
             known |= {"shared": shared, "hosts": len(self._where.hosts)}
         return known
 
     def _open(self, form: SnapshotLayout, facts: int) -> None:
-        room, old = _ROOM + 2 * facts, self._bank
-        self._targets, self._unsettled, self._bank = [], [], None
+        room, old = _ROOM + 2 * facts, self._buffer
+        self._targets, self._unsettled, self._buffer = [], [], None
         here, opened = self._opened(self._where.here, form.table, room, form.nbytes)
-        self._bank = _mapped(self._where.pid, int(opened["fd"]), room, form.nbytes)
-        if self._bank is None:  # this process cannot map the launcher's memory, so it sends the data
-            self._bank = SnapshotBuffer.make(room, form.nbytes)
+        self._buffer = _mapped(self._where.pid, int(opened["fd"]), room, form.nbytes)
+        if self._buffer is None:  # this process cannot map the launcher's memory, so it sends the data
+            self._buffer = SnapshotBuffer.make(room, form.nbytes)
             self._targets.append(SnapshotTarget(here, int(opened["bank"]), form.nbytes))
         if (neighbour := self._where.neighbour) is not None:
             line, opened = self._opened(neighbour, form.sent_table, room, form.sent)
             self._targets.append(SnapshotTarget(line, int(opened["bank"]), form.sent))
-        self._slots: list[list[Tensor]] = form.inside(self._bank)
-        self._transfer.register(self._bank)
+        self._slots: list[list[Tensor]] = form.inside(self._buffer)
+        self._transfer.register(self._buffer)
         if old is not None:
             old.close()
 
@@ -246,16 +246,16 @@ class SnapshotWriter:
             self._look()
         form, facts = self._form, self._facts()
         assert form is not None
-        assert self._bank is not None
+        assert self._buffer is not None
         text = _encoded(facts) if self._transfer.at_once else b""  # a GPU may still compute some facts
-        if (length := len(text) or self._facts_length + 1024) > self._bank.room:
+        if (length := len(text) or self._facts_length + 1024) > self._buffer.room:
             self._open(form, length)
-        form.refresh(self._keeper.random_tensors())
+        form.refresh(self._manager.random_tensors())
         self._seq += 1
         slot = self._seq % 2
-        self._bank.break_seal(slot)
+        self._buffer.break_seal(slot)
         self._transfer.copy(self._slots[slot], form)
-        complete = PendingSnapshot(self._bank, self._targets, self._seq, step, facts, text)
+        complete = PendingSnapshot(self._buffer, self._targets, self._seq, step, facts, text)
         if self._transfer.at_once:
             complete.seal()
         return partial(self._complete, complete)

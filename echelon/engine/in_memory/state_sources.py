@@ -27,17 +27,17 @@ class StateSources:
 
     def __init__(
         self,
-        holdings: LocalState,
+        local_state: LocalState,
         optimizers: Mapping[str, torch.optim.Optimizer],
         changing: bool = False,
         average: Callable[[], EmaWeights | None] = lambda: None,
     ) -> None:
-        self._holdings, self._optimizers, self._changing = holdings, optimizers, changing
+        self._local_state, self._optimizers, self._changing = local_state, optimizers, changing
         self._average, self._averages = average, average()
-        self._parameters = [(value, value.data_ptr()) for value in holdings.parameters.values()]
-        modules = holdings.model.modules()
+        self._parameters = [(value, value.data_ptr()) for value in local_state.parameters.values()]
+        modules = local_state.model.modules()
         self._buffers = [(m._buffers, name, value) for m in modules for name, value in m._buffers.items()]
-        names = holdings.names
+        names = local_state.names
         self._states = {
             key: [(names[id(p)], state) for p, state in optimizer.state.items()]
             for key, optimizer in optimizers.items()
@@ -85,12 +85,12 @@ class StateSources:
         return None
 
     def is_parameter(self, name: str) -> bool:
-        return name in self._holdings.parameters
+        return name in self._local_state.parameters
 
     def optimizers(self) -> dict[str, Any]:
         """Return the facts that ``training_state.optimizer_state`` returns besides tensors."""
         facts: dict[str, Any] = {
-            key: {"groups": optimizer_groups(self._holdings, key, optimizer), "values": {}}
+            key: {"groups": optimizer_groups(self._local_state, key, optimizer), "values": {}}
             for key, optimizer in self._optimizers.items()
         }
         for key, name, state, field in self._values:

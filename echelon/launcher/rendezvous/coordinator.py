@@ -75,12 +75,12 @@ class RoundCoordinator:
 
     def arrivals(self, round_: int, without: Collection[str] = ()) -> list[JoinRequest]:
         """Return the hosts that are ready for this round and alive, in the order in which they came to the store."""
-        found = []
+        result = []
         for token in self.known():
             text = None if token in without else self._client.find(f"ready/{token}")
             if text is not None and (arrival := JoinRequest.from_json(text)).round == round_:
-                found.append(arrival)
-        return [one for one in found if self.heartbeats.silence(one.host.token) < SUSPECT and self._fits(one.host)]
+                result.append(arrival)
+        return [one for one in result if self.heartbeats.silence(one.host.token) < SUSPECT and self._fits(one.host)]
 
     def joiners(self, round_: int, members: Sequence[RendezvousHost]) -> list[RendezvousHost]:
         """Return the hosts that wait to join a running round; none before ``last_call`` seconds without another."""
@@ -109,10 +109,10 @@ class RoundCoordinator:
         waited = time.monotonic() - began
         if waited < self._config.grace + ENDING:
             for host in last:
-                gone = host.token in came or self._client.check(f"gone/{host.token}")
+                lost = host.token in came or self._client.check(f"gone/{host.token}")
                 # A host that has not found this store yet may still be ending its ranks of the last round
                 patience = SUSPECT if host.token in known else self._config.host_timeout
-                if not gone and self.heartbeats.silence(host.token) < patience:
+                if not lost and self.heartbeats.silence(host.token) < patience:
                     return True
         others = [token for token in known if token not in came]
         return waited < SUSPECT and any(self.heartbeats.silence(token) < SUSPECT for token in others)

@@ -33,7 +33,7 @@ from echelon.launcher.rendezvous.messages import (
     host_failure,
 )
 from echelon.launcher.rendezvous.participant import RendezvousParticipant
-from echelon.launcher.rendezvous.store_client import BEAT, POLL, RoundStore, StoreClient, StoreGone
+from echelon.launcher.rendezvous.store_client import BEAT, POLL, RoundStore, StoreClient, StoreLost
 
 #: Seconds without a heartbeat after which a host is taken to be the peer that a rank has just lost.
 LOST_AFTER = 6 * BEAT
@@ -114,10 +114,10 @@ class LauncherRendezvous(RendezvousHandler):
         store = self._open_store("board")
         return Round(self.members.number, self.node_rank, self.hosts, store, self._rank_store_at, log_dir)
 
-    def settle(self, failure: Failure, cause: Cause = "failed", gone: str = "") -> RoundOutcome:
+    def settle(self, failure: Failure, cause: Cause = "failed", lost: str = "") -> RoundOutcome:
         """End this round because of ``failure``. The outcome of the first host that calls it holds for all."""
-        if gone:
-            self._client.set(f"gone/{gone}", "1")
+        if lost:
+            self._client.set(f"gone/{lost}", "1")
         counted = cause in ("failed", "stuck") or (cause == "lost" and not self._config.elastic)
         proposal = RoundOutcome(failure, self._may_go_again(failure, cause, counted), cause, counted)
         return RoundOutcome.from_json(self._client.compare_set(self._key("verdict"), "", proposal.to_json()))
@@ -196,11 +196,11 @@ class LauncherRendezvous(RendezvousHandler):
         failure = host_failure(host.name, f"was lost (no heartbeat for {seconds:g} s; is it up?)", 1)
         return self.settle(failure, "lost", host.token)
 
-    def recover_lost_store(self, gone: StoreGone) -> RoundOutcome:
+    def recover_lost_store(self, lost: StoreLost) -> RoundOutcome:
         """Return the outcome after the store was lost, if there is another endpoint to meet at; else raise."""
         elastic = self._config.elastic
         if not self._participant.fallbacks or not (elastic or self._participant.restarts < self._config.max_restarts):
-            raise gone
+            raise lost
         self._participant.move()
         names = [host.name for host in self.hosts if host.serves] or [self._client.where]
         how = f"was lost (its launcher at {self._client.where} no longer answers)"

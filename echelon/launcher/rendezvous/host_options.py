@@ -13,9 +13,9 @@ from echelon.base.job_secret import find_token
 from echelon.base.option_checks import at_least
 
 
-def host_counts(asked: int | str | None) -> tuple[int, int, str | None]:
+def host_counts(requested: int | str | None) -> tuple[int, int, str | None]:
     """Return the minimum and maximum number of hosts, and the text of a range such as ``2:8``, else None."""
-    text = str(_node_count(os.environ) if asked is None else asked)
+    text = str(_node_count(os.environ) if requested is None else requested)
     if not re.fullmatch(r"-?\d+|\d+:\d+", text):
         raise UsageError(f"--nnodes '{text}' is neither a number of hosts (4) nor a range (2:8)")
     fewest, colon, most = text.partition(":")

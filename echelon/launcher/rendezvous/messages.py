@@ -112,13 +112,13 @@ class RoundMembers:
     def changes(self, before: RoundMembers, name: str, failure: Failure | None) -> str:
         """Return a line about hosts lost and joined since the last round, or ''. ``name`` is this host's."""
         old, new = ({host.token: host.name for host in members.hosts} for members in (before, self))
-        gone = [name for token, name in old.items() if token not in new]
+        lost = [name for token, name in old.items() if token not in new]
         come = [name for token, name in new.items() if token not in old]
-        if not self.number or not (gone or come):
+        if not self.number or not (lost or come):
             return ""
-        said = [f"host {name} was lost" for name in gone]
-        if failure is not None and failure.rank < 0 and failure.host in gone:
-            said[gone.index(failure.host)] = failure.line
+        said = [f"host {name} was lost" for name in lost]
+        if failure is not None and failure.rank < 0 and failure.host in lost:
+            said[lost.index(failure.host)] = failure.line
         said += [f"host {name} joined" for name in (come if old else [name])]  # for a host that joined, all are new
         hosts, ranks = len(new), sum(len(host.endpoints) for host in self.hosts)
         return f"{', '.join(said)}: going on with {hosts} host{'s'[: hosts > 1]} ({ranks} rank{'s'[: ranks > 1]})"

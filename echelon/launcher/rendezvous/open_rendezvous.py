@@ -115,7 +115,7 @@ class MasterEndpoints:
             if ours and self._job.options.node_rank in (None, 0):
                 return 0
             if time.monotonic() > deadline:
-                raise self._nobody(first)
+                raise self._unreachable(first)
             notice.look(self._silent(*first))
             time.sleep(POLL)
 
@@ -163,11 +163,11 @@ class MasterEndpoints:
         deadline, notice = time.monotonic() + self._job.options.join_timeout, self._notice()
         while not network.answers(address, port, timeout=1.0):
             if time.monotonic() > deadline:
-                raise self._nobody((address, port))
+                raise self._unreachable((address, port))
             notice.look(self._silent(address, port))
             time.sleep(POLL)
-        way, found = local_store_endpoint(address, port, self._token), list[Store]()
-        caller = threading.Thread(target=_call, args=(*way, found), daemon=True)
+        way, result = local_store_endpoint(address, port, self._token), list[Store]()
+        caller = threading.Thread(target=_call, args=(*way, result), daemon=True)
         foreign = f"the launcher at --master {address}:{port}; the program that listens there does not answer as one"
         with _no_stack_traces() as console:
             notice = self._notice(lambda line, _: print(f"echelon: {line}", file=console))
@@ -175,11 +175,11 @@ class MasterEndpoints:
             while caller.is_alive() and time.monotonic() < deadline:
                 notice.look(foreign)
                 time.sleep(POLL)
-        if not found:
+        if not result:
             raise PeerLost(
                 f"--master {address}:{port}: the program that listens there is not a launcher; choose another port"
             )
-        return found[0]
+        return result[0]
 
     def _notice(self, say: Say = say_wait) -> WaitNotice:
         return WaitNotice("this launcher", self._job.options.join_timeout, component="launcher", say=say)
@@ -187,7 +187,7 @@ class MasterEndpoints:
     def _silent(self, address: str, port: int) -> str:
         return f"--master {address}:{port} to answer; start the same command on that host"
 
-    def _nobody(self, place: tuple[str, int]) -> PeerLost:
+    def _unreachable(self, place: tuple[str, int]) -> PeerLost:
         needed = self._job.elastic or self._job.nnodes
         return PeerLost(
             f"1 of {needed} hosts came: --master {place[0]}:{place[1]} has not answered for "

@@ -22,7 +22,7 @@ from echelon.launcher.rendezvous.messages import (
     RoundMembers,
     RoundOutcome,
 )
-from echelon.launcher.rendezvous.store_client import POLL, StoreClient, StoreGone
+from echelon.launcher.rendezvous.store_client import POLL, StoreClient, StoreLost
 
 #: Seconds that the host that serves the store waits for the others to leave it.
 FAREWELL = 10.0
@@ -128,7 +128,7 @@ class RendezvousParticipant:
 
     def _open(self) -> None:
         if self._moving:
-            with contextlib.suppress(StoreGone):  # if the store still works, the serving host waits for us to leave
+            with contextlib.suppress(StoreLost):  # if the store still works, the serving host waits for us to leave
                 self.client.set(f"gone/{self.token}", "1")
             self.client.close()
         meeting = self._meet()
@@ -165,7 +165,7 @@ class RendezvousParticipant:
         self._arrive(self.round)
         try:
             members = self.coordinator.call(self.round, self.members.hosts)
-        except StoreGone:
+        except StoreLost:
             raise
         except EchelonError as error:
             self.client.set(self.key("members"), as_refusal(error).to_json())
@@ -199,7 +199,7 @@ class RendezvousParticipant:
         if (refusal := self.client.find(f"refused/{self.token}")) is not None:
             raise UsageError(refusal.decode())
         if self.client.check("moved"):
-            raise StoreGone(f"the launcher at {self.client.where} has left")
+            raise StoreLost(f"the launcher at {self.client.where} has left")
         if (over := self.client.find("over")) is not None:
             if over:
                 raise PeerLost(f"the job at {self.client.where} has ended: {over.decode()}")

@@ -25,7 +25,7 @@ BEAT = 0.5
 T = TypeVar("T")
 
 
-class StoreGone(PeerLost, RuntimeError):
+class StoreLost(PeerLost, RuntimeError):
     """The launcher that served the store died, or the connection broke. A RuntimeError, as torch's own stores raise."""
 
 
@@ -49,7 +49,7 @@ class StoreClient:
     def __init__(self, store: Store, where: str, patience: float) -> None:
         self._store, self.where, self._patience = store, where, patience
         self._questions: queue.SimpleQueue[_StoreCall | None] = queue.SimpleQueue()
-        self._gone = False
+        self._is_lost = False
         self._pulse = ""
         threading.Thread(target=self._serve, daemon=True, name="line").start()
 
@@ -84,29 +84,29 @@ class StoreClient:
         return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def _ask(self, call: Callable[..., T], *args: object) -> T:
-        if self._gone:
+        if self._is_lost:
             raise self._lost()
         question = _StoreCall(call, args)
         self._questions.put(question)
         if not question.answered.wait(self._patience) or isinstance(question.error, RuntimeError):
-            self._gone = True
+            self._is_lost = True
             raise self._lost() from None
         if question.error is not None:
             raise question.error
         answer: T = question.answer
         return answer
 
-    def _lost(self) -> StoreGone:
-        return StoreGone(f"the launcher at {self.where} no longer answers; look at its console")
+    def _lost(self) -> StoreLost:
+        return StoreLost(f"the launcher at {self.where} no longer answers; look at its console")
 
     def _serve(self) -> None:
         beaten = 0.0
         while True:
-            if self._pulse and not self._gone and time.monotonic() - beaten >= BEAT:
+            if self._pulse and not self._is_lost and time.monotonic() - beaten >= BEAT:
                 beaten = time.monotonic()
                 beat = _StoreCall(self._store.add, (self._pulse, 1))
                 beat.put()
-                self._gone = self._gone or beat.error is not None
+                self._is_lost = self._is_lost or beat.error is not None
             try:
                 question = self._questions.get(timeout=BEAT / 2)
             except queue.Empty:
@@ -129,10 +129,10 @@ class RoundStore(Store):
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value, without blocking heartbeats."""
         self.wait([key])
-        found = self._line.find(self._prefix + key)
-        if found is None:
+        result = self._line.find(self._prefix + key)
+        if result is None:
             raise KeyError(key)
-        return found
+        return result
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         patience = self._patience if timeout is None else timeout.total_seconds()

@@ -69,11 +69,11 @@ def _line(text: str, where: str) -> HostListEntry | None:
 
 
 def _entry(text: str, where: str) -> HostListEntry:
-    found = _ENTRY.fullmatch(text)
-    if found is None:
+    match = _ENTRY.fullmatch(text)
+    if match is None:
         raise UsageError(f"{where} names '{text}', which is no host; write it as name or name:processes")
-    entry = HostListEntry(found[1])
-    return entry if found[2] is None else _counted(entry, int(found[2]), where)
+    entry = HostListEntry(match[1])
+    return entry if match[2] is None else _counted(entry, int(match[2]), where)
 
 
 def _counted(entry: HostListEntry, procs: int, where: str) -> HostListEntry:
@@ -84,8 +84,8 @@ def _counted(entry: HostListEntry, procs: int, where: str) -> HostListEntry:
 
 def _added_up(entries: Sequence[HostListEntry]) -> tuple[HostListEntry, ...]:
     """Merge entries of the same host: some files have one line per process, so their processes are added."""
-    found: dict[str, HostListEntry] = {}
+    result: dict[str, HostListEntry] = {}
     for entry in entries:
-        before = found.get(entry.name)
-        found[entry.name] = entry if before is None else replace(entry, procs=(before.procs or 1) + (entry.procs or 1))
-    return tuple(found.values())
+        before = result.get(entry.name)
+        result[entry.name] = entry if before is None else replace(entry, procs=(before.procs or 1) + (entry.procs or 1))
+    return tuple(result.values())

@@ -140,7 +140,7 @@ class RayJob:
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._heed)
+                signal.signal(number, self._handle_signal)
         try:
             self._begin()
             return self._attend()
@@ -218,7 +218,7 @@ class RayJob:
 
     # Watch
 
-    def _heed(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self._came.put(signal.Signals(number))
 
     def _attend(self) -> int:
@@ -229,7 +229,7 @@ class RayJob:
             except queue.Empty:
                 pass
             else:
-                self._hand_on(came) if isinstance(came, signal.Signals) else self._hear(*came)
+                self._hand_on(came) if isinstance(came, signal.Signals) else self._handle_output(*came)
             if time.monotonic() > self._deadline:
                 break
             if time.monotonic() - looked > _LOOK:
@@ -249,7 +249,7 @@ class RayJob:
             if host.code is None:
                 host.actor.tell.remote(number.name)
 
-    def _hear(self, host: _RayLauncher, news: LauncherOutput | None) -> None:
+    def _handle_output(self, host: _RayLauncher, news: LauncherOutput | None) -> None:
         host.started.set()
         if news is None:
             self._lose(host)
@@ -310,9 +310,9 @@ def _connect(ray: Any, address: str | None) -> None:
     try:
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
-        asked = f"no Ray cluster at --ray-address {address}" if address else "no Ray cluster is running here"
+        requested = f"no Ray cluster at --ray-address {address}" if address else "no Ray cluster is running here"
         line = " ".join(str(error).split())[:120]
-        raise UsageError(f"{asked} ({line}); start one by 'ray start --head', or give --ray-address") from None
+        raise UsageError(f"{requested} ({line}); start one by 'ray start --head', or give --ray-address") from None
 
 
 def _check_fit(options: RunOptions) -> None:

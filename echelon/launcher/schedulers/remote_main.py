@@ -35,7 +35,7 @@ def main() -> None:
     if order["hail"]:
         print(HAIL, file=sys.stderr, flush=True)
     _hand_on_our_own_signals(launcher)
-    threading.Thread(target=_heed, args=(launcher, order["patience"]), daemon=True).start()
+    threading.Thread(target=_handle_signal, args=(launcher, order["patience"]), daemon=True).start()
     code = launcher.wait()
     sys.stderr.flush()
     os._exit(code if code >= 0 else 128 - code)  # because the thread still waits for input
@@ -56,7 +56,7 @@ def _end_with_us(patience: float) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if patience else signal.SIGKILL)
 
 
-def _heed(launcher: subprocess.Popen[bytes], patience: float) -> None:
+def _handle_signal(launcher: subprocess.Popen[bytes], patience: float) -> None:
     """Forward signals until the end of the input, then end the launcher.
 
     Without patience the launcher is killed, so that other hosts see it as lost and not as leaving.

@@ -60,10 +60,10 @@ def read_slurm_step(options: RunOptions, env: Mapping[str, str]) -> dict[str, An
         )
     if nodes == 1:
         return {}
-    port, asked = port_for(env.get(SLURM_JOB, "0")), options.nnodes or nodes
+    port, nnodes = port_for(env.get(SLURM_JOB, "0")), options.nnodes or nodes
     # a job that may lose its first host has a second endpoint
-    where = ",".join(f"{host}:{port}" for host in hosts[: 2 if ":" in str(asked) else 1])
-    return {"nnodes": asked, "node_rank": whole_number(env, SLURM_NODE), "master": where}
+    where = ",".join(f"{host}:{port}" for host in hosts[: 2 if ":" in str(nnodes) else 1])
+    return {"nnodes": nnodes, "node_rank": whole_number(env, SLURM_NODE), "master": where}
 
 
 def needs_srun(options: RunOptions, env: Mapping[str, str]) -> int:
@@ -104,35 +104,35 @@ def _ours(options: RunOptions) -> bool:
 # echelon submit slurm
 
 
-def script(asked: SlurmSubmission) -> str:
+def script(options: SlurmSubmission) -> str:
     """Return the batch script; every value from the user is validated, or quoted for the shell."""
     import jinja2  # imported late: it would cost every run 60 ms
 
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
-    logs = Path(asked.log_dir).absolute()
-    run = [*split_run(asked.run), "--log-dir", str(logs), *(["-m"] if asked.module else [])]
+    logs = Path(options.log_dir).absolute()
+    run = [*split_run(options.run), "--log-dir", str(logs), *(["-m"] if options.module else [])]
     text: str = template.render(
-        directives=_directives(asked, logs),
+        directives=_directives(options, logs),
         directory=shlex.quote(os.getcwd()),
-        srun=shlex.join(srun_words(asked.nodes, asked.elastic, None)),
+        srun=shlex.join(srun_words(options.nodes, options.elastic, None)),
         echelon=shlex.join([sys.executable, "-m", "echelon", "run", *run]),
-        program=shlex.join(asked.program),
-        requeue=asked.requeue,
+        program=shlex.join(options.program),
+        requeue=options.requeue,
         code=REQUEUE,
         notice=NOTICE,
     )
     return text
 
 
-def submit(asked: SlurmSubmission) -> str:
+def submit(options: SlurmSubmission) -> str:
     """Write the script beside the logs and pass it to sbatch; return a message about it."""
-    text = script(asked)
-    path = Path(asked.log_dir).absolute() / f"{asked.job_name}.sbatch"
+    text = script(options)
+    path = Path(options.log_dir).absolute() / f"{options.job_name}.sbatch"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise UsageError(f"--log-dir '{asked.log_dir}' cannot be used: {error.strerror}") from None
+        raise UsageError(f"--log-dir '{options.log_dir}' cannot be used: {error.strerror}") from None
     if not shutil.which("sbatch"):
         raise EchelonError(f"there is no sbatch on this host; submit the script {path} on a host that has it")
     ended = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
@@ -143,29 +143,29 @@ def submit(asked: SlurmSubmission) -> str:
     return f"submitted as job {job}; its console will be {path.parent}/slurm-{job}.log, its script is {path}"
 
 
-def _directives(asked: SlurmSubmission, logs: Path) -> list[str]:
-    at_least(1, "--nnodes", asked.nodes)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", asked.job_name, re.ASCII):
-        raise UsageError(f"--name '{asked.job_name}' is not a valid job name; use letters, digits, dots and dashes")
-    if asked.time is not None and not _TIME.fullmatch(asked.time):
-        raise UsageError(f"--time '{asked.time}' is no time limit; write 8:00:00, or 2-12:00 for days and hours")
+def _directives(options: SlurmSubmission, logs: Path) -> list[str]:
+    at_least(1, "--nnodes", options.nodes)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", options.job_name, re.ASCII):
+        raise UsageError(f"--name '{options.job_name}' is not a valid job name; use letters, digits, dots and dashes")
+    if options.time is not None and not _TIME.fullmatch(options.time):
+        raise UsageError(f"--time '{options.time}' is no time limit; write 8:00:00, or 2-12:00 for days and hours")
     console = f"{logs}/slurm-".replace("%", "%%") + "%j.log"
     pairs: list[tuple[str, object]] = [
-        ("job-name", asked.job_name),
-        ("nodes", asked.nodes),
+        ("job-name", options.job_name),
+        ("nodes", options.nodes),
         ("ntasks-per-node", 1),
-        ("gpus-per-node", asked.gpus),
-        ("cpus-per-task", asked.cpus),
-        ("time", asked.time),
-        ("partition", asked.partition),
-        ("account", asked.account),
+        ("gpus-per-node", options.gpus),
+        ("cpus-per-task", options.cpus),
+        ("time", options.time),
+        ("partition", options.partition),
+        ("account", options.account),
         ("output", console),
         ("open-mode", "append"),
         ("signal", f"B:USR1@{NOTICE}"),
     ]
-    given = [_option(text) for text in asked.options or []]
+    given = [_option(text) for text in options.options or []]
     own = [(key, str(value)) for key, value in pairs if value is not None and key not in dict(given)]
-    flags = ["--requeue" if asked.requeue else "--no-requeue", *(["--no-kill"] if asked.elastic else [])]
+    flags = ["--requeue" if options.requeue else "--no-requeue", *(["--no-kill"] if options.elastic else [])]
     return [_directive(key, value) for key, value in [*own, *given]] + flags
 
 

@@ -109,13 +109,13 @@ def least_hosts(nnodes: str | None, count: int) -> int:
 
 def collect_forwarded_environment(env: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
     """Return the variables for all hosts: those of Echelon and the libraries, and ``--env NAME`` or ``NAME=VALUE``."""
-    found = {k: v for k, v in env.items() if (k.startswith(CARRIED) or k in CARRIED_NAMES) and k != LOG_DIR}
+    result = {k: v for k, v in env.items() if (k.startswith(CARRIED) or k in CARRIED_NAMES) and k != LOG_DIR}
     for entry in named:
         name, given, value = entry.partition("=")
         if not name or (not given and name not in env):
             raise UsageError(f"--env {entry} is not set here; set it, or give --env {name or 'NAME'}=VALUE")
-        found[name] = value if given else env[name]
-    return found
+        result[name] = value if given else env[name]
+    return result
 
 
 def _check_fit(options: RunOptions, hosts: Sequence[HostListEntry]) -> None:
@@ -192,8 +192,8 @@ def _meeting_place(entry: HostListEntry, towards: str | None, ssh: Sequence[str]
 
 def _address_of(entry: HostListEntry, ssh: Sequence[str]) -> str:
     """Return the address of the name itself, or of the host name in ssh's configuration."""
-    if found := _resolved(entry.address):
-        return found
+    if result := _resolved(entry.address):
+        return result
     try:
         output = subprocess.run(
             [*ssh, "-G", entry.name], capture_output=True, text=True, timeout=15, check=False
@@ -201,8 +201,8 @@ def _address_of(entry: HostListEntry, ssh: Sequence[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         output = ""
     names = [line.split()[1] for line in output.splitlines() if line.lower().startswith("hostname ")]
-    if names and (found := _resolved(names[0])):
-        return found
+    if names and (result := _resolved(names[0])):
+        return result
     raise UsageError(f"--hosts names '{entry.name}', which has no address here; add --master HOST:PORT")
 
 

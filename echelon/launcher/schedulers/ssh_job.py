@@ -48,26 +48,26 @@ class SshJob:
         self._patience = grace + _NOTICE
         self._here: list[SshConnection] = []
         self._ends: list[_HostExit] = []
-        self._untold: list[_HostExit] = []
+        self._unreported: list[_HostExit] = []
         self._came: queue.SimpleQueue[_HostExit] = queue.SimpleQueue()
         self._deadline = float("inf")
         #: the signal that this command received
-        self._asked: signal.Signals | None = None
+        self._signal: signal.Signals | None = None
 
     def add(self, connection: SshConnection) -> None:
         self._here.append(connection)
         threading.Thread(target=self._wait_for, args=(connection,), daemon=True).start()
-        if self._asked is not None:  # a signal arrived while hosts were still being started
+        if self._signal is not None:  # a signal arrived while hosts were still being started
             connection.hang_up()
 
     def hand_on(self, number: signal.Signals) -> None:
         """Forward a signal to every launcher; after a second one, close the connections."""
         for connection in self._here:
-            if self._asked is not None:
+            if self._signal is not None:
                 connection.hang_up()
             else:
                 connection.tell(number)
-        self._asked = number
+        self._signal = number
         self._deadline = min(self._deadline, time.monotonic() + self._patience)
 
     def attend(self) -> int:
@@ -76,11 +76,11 @@ class SshJob:
             try:
                 end = self._came.get(timeout=0.5)
             except queue.Empty:
-                self._tell_late()
+                self._report_late()
             else:
                 self._ends.append(end)
-                if end.code and self._asked is None:
-                    self._judge(end)
+                if end.code and self._signal is None:
+                    self._handle_end(end)
             if time.monotonic() > self._deadline:
                 self._hang_up()
         return self._code()
@@ -89,7 +89,7 @@ class SshJob:
         code = connection.wait()
         self._came.put(_HostExit(connection, code, time.monotonic()))
 
-    def _judge(self, end: _HostExit) -> None:
+    def _handle_end(self, end: _HostExit) -> None:
         left = len(self._here) - len(self._ends)
         if not end.connection.started:
             goes_on = self._elastic and left >= self._least
@@ -97,17 +97,17 @@ class SshJob:
             if not goes_on:
                 self._hang_up()
         elif self._elastic and left >= self._least:
-            self._untold.append(end)
+            self._unreported.append(end)
         else:
             if end.connection.by_ssh and end.code == SSH_FAILED:
                 say(end.line)
             self._deadline = min(self._deadline, end.at + self._patience)
 
-    def _tell_late(self) -> None:
+    def _report_late(self) -> None:
         """Report hosts whose end the others have survived; if all end together, their own messages explain it."""
-        ready = [end for end in self._untold if time.monotonic() > end.at + _TOGETHER]
+        ready = [end for end in self._unreported if time.monotonic() > end.at + _TOGETHER]
         for end in ready:
-            self._untold.remove(end)
+            self._unreported.remove(end)
             say(f"{end.line}; the job goes on without it")
 
     def _hang_up(self) -> None:
@@ -121,10 +121,10 @@ class SshJob:
         if not any(codes) or (self._elastic and 0 in codes):
             return 0
         unreached = any(not end.connection.started for end in self._ends)
-        if unreached and self._asked is None and not self._elastic:
+        if unreached and self._signal is None and not self._elastic:
             return 1
         started = [end for end in self._ends if end.connection.started and end.code]
-        otherwise = 1 if self._asked is None else 128 + self._asked
+        otherwise = 1 if self._signal is None else 128 + self._signal
         last = started[-1].code if started else otherwise
         first_code = next((end.code for end in started if end.connection.first), last)
         return 1 if first_code == SSH_FAILED else first_code

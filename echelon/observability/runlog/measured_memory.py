@@ -27,7 +27,7 @@ ROWS = 200
 
 def write_measured_memory(engine: EngineView, directory: Path) -> None:
     """Write the memory of this rank into the run's directory."""
-    local_state, device = engine.holdings, engine.world.device
+    local_state, device = engine.local_state, engine.world.device
     if local_state is None:
         return
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

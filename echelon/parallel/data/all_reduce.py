@@ -86,8 +86,8 @@ class _SixteenBitAllReduce:
         # Gloo sends from host memory only. There is one chunk per rank, followed by its power of two.
         place = torch.device("cpu") if dist.get_backend(group) == "gloo" else row.device
         self._sent = torch.zeros((ranks, length + 1), dtype=dtype, device=place)
-        self._came = torch.empty_like(self._sent)
-        self._mine = torch.zeros(length + 1, dtype=dtype, device=place)
+        self._received = torch.empty_like(self._sent)
+        self._local = torch.zeros(length + 1, dtype=dtype, device=place)
         self._total = torch.zeros(length, device=place)
         self._under_way: PendingCollective | None = None
 
@@ -96,24 +96,24 @@ class _SixteenBitAllReduce:
         for rank, (chunk, message) in enumerate(zip(self._chunks, self._sent, strict=False)):
             if rank != self._me:
                 _encode(chunk, message)
-        self._under_way = start_all_to_all(self._came, self._sent, self._group, self._tag)
+        self._under_way = start_all_to_all(self._received, self._sent, self._group, self._tag)
 
     @torch.no_grad()
     def turn(self) -> None:
         self._wait()
         for own in self._chunks[self._me : self._me + 1]:  # empty if there are fewer chunks than ranks
             self._total[: own.numel()].copy_(own)
-        for rank, message in enumerate(self._came):
+        for rank, message in enumerate(self._received):
             if rank != self._me:
                 for part, numbers in _decoded(message, self._total):
                     part.add_(numbers)
-        _encode(self._total, self._mine)
-        self._under_way = start_all_gather(self._came, self._mine, self._group, self._tag + 1)
+        _encode(self._total, self._local)
+        self._under_way = start_all_gather(self._received, self._local, self._group, self._tag + 1)
 
     @torch.no_grad()
     def finish(self) -> None:
         self._wait()
-        for chunk, message in zip(self._chunks, self._came, strict=False):
+        for chunk, message in zip(self._chunks, self._received, strict=False):
             for part, numbers in _decoded(message, chunk):
                 part.copy_(numbers)
 

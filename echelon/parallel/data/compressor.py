@@ -126,23 +126,23 @@ class Compressor:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load a state that ``tensors`` returned for the same parameters."""
-        mine = self.tensors()
-        if odd := sorted(mine.keys() ^ state.keys()):
-            where = "is missing from" if odd[0] in mine else "is only in"
+        local = self.tensors()
+        if odd := sorted(local.keys() ^ state.keys()):
+            where = "is missing from" if odd[0] in local else "is only in"
             raise CheckpointError(
                 f"'{odd[0]}' {where} the compression state; load one of the same compressed parameters"
             )
-        for key, mine_now in mine.items():
+        for key, mine_now in local.items():
             mine_now.copy_(_fitting(key, state[key], mine_now))
 
     @torch.no_grad()
     def add(self, name: str, u: Tensor, v: Tensor) -> None:
         """Add ``u`` and ``v`` to the state of parameter ``name``: this rank takes over the state of a removed rank."""
-        mine = self.tensors()
+        local = self.tensors()
         for key, more in ((f"u.{name}", u), (f"v.{name}", v)):
-            if key not in mine:
+            if key not in local:
                 raise CheckpointError(f"'{name}' has a compression state but is not compressed here; compress it again")
-            mine[key].add_(_fitting(key, more, mine[key]))
+            local[key].add_(_fitting(key, more, local[key]))
 
     def clear(self) -> None:
         """Set momentum and residual to zero."""
@@ -156,11 +156,11 @@ class Compressor:
         return max(1, _CHUNK * grad.shape[0] // grad.numel())
 
 
-def _fitting(key: str, found: Tensor, mine: Tensor) -> Tensor:
-    if found.numel() != mine.numel():
-        sizes = f"{found.numel()} entries saved and {mine.numel()} here"
+def _fitting(key: str, found: Tensor, local: Tensor) -> Tensor:
+    if found.numel() != local.numel():
+        sizes = f"{found.numel()} entries saved and {local.numel()} here"
         raise CheckpointError(f"'{key}' of the compression state has {sizes}; load it into the model it was saved from")
-    return found.to(mine.device).reshape(-1)
+    return found.to(local.device).reshape(-1)
 
 
 @torch.no_grad()

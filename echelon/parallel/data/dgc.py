@@ -57,9 +57,9 @@ def make_dgc_groups(plan: Plan, world: World, groups: ProcessGroups) -> DgcGroup
     hosts = [range(first, first + plan.ranks_per_host) for first in range(0, world.size, plan.ranks_per_host)]
     within = [groups.new(host) for host in hosts]
     across = groups.new([host[0] for host in hosts])
-    mine = world.rank // plan.ranks_per_host
-    leads = world.rank == hosts[mine][0]
-    return DgcGroups(len(hosts), across if leads and len(hosts) > 1 else None, within[mine], hosts[mine][0])
+    local = world.rank // plan.ranks_per_host
+    leads = world.rank == hosts[local][0]
+    return DgcGroups(len(hosts), across if leads and len(hosts) > 1 else None, within[local], hosts[local][0])
 
 
 class SparseMomentum(SharingOptimizer):
@@ -89,8 +89,8 @@ class SparseMomentum(SharingOptimizer):
     def sparsity(self, step: int) -> float | None:
         """Return the share of entries not sent at this step (counted from 0); None while all gradients are dense."""
         s = self._settings
-        found = schedule_sparsity(step, s.rampup_begin_step, s.rampup_step, s.sparsity)
-        return found if self._compressed else None
+        result = schedule_sparsity(step, s.rampup_begin_step, s.rampup_step, s.sparsity)
+        return result if self._compressed else None
 
     @torch.no_grad()
     def exchange(self, sparsity: float, magnify: Tensor | float) -> None:

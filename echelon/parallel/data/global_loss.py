@@ -61,8 +61,8 @@ class GlobalLoss:
             return
         self._answer: Callable[[], Sums]
         if ride is not None and not isinstance(count, Tensor):
-            mine = self.local.item() * (1.0 if is_sum else count) if count else 0.0
-            packed = (mine, count // PACK, count % PACK, rows // PACK, rows % PACK)
+            contribution = self.local.item() * (1.0 if is_sum else count) if count else 0.0
+            packed = (contribution, count // PACK, count % PACK, rows // PACK, rows % PACK)
             self._answer = _unpacked(ride.piggyback(packed))
             return
         own = times_count(self.local.double(), count if not is_sum else float(rows > 0))
@@ -155,10 +155,10 @@ class PipelineLocalLoss:
 class PipelineGlobalLoss:
     """The global sample count and loss of a pipeline, known only to its last stage and only after backward.
 
-    expected: expected count of this rank's loss; with ``ahead`` it is summed over ranks before backward
-    rides:    always False, because several ranks work on one batch
-    speaks:   True if this rank contributes the counts; other ranks with the same batch contribute zero
-    ahead:    True if backward needs the expected count of all ranks
+    expected:    expected count of this rank's loss; with ``ahead`` it is summed over ranks before backward
+    rides:       always False, because several ranks work on one batch
+    contributes: True if this rank contributes the counts; other ranks with the same batch contribute zero
+    ahead:       True if backward needs the expected count of all ranks
     """
 
     rides = False
@@ -167,7 +167,7 @@ class PipelineGlobalLoss:
         self,
         expected: float,
         rows: float,
-        speaks: bool,
+        contributes: bool,
         group: dist.ProcessGroup | None,
         device: torch.device,
         ahead: bool = False,
@@ -175,13 +175,13 @@ class PipelineGlobalLoss:
         self.count: Count = expected
         self.is_sum = False
         self.local = torch.zeros((), device=device)
-        self._group, self._speaks, self._device = group, speaks, device
-        self._rows = rows if speaks else 0.0
+        self._group, self._contributes, self._device = group, contributes, device
+        self._rows = rows if contributes else 0.0
         self._sums: Tensor | None = None
         self._expected: Callable[[], Tensor] | None = None
         if group is not None and ahead:
             self._expected = start_small_sum(
-                _as_double([expected if speaks else 0.0, self._rows], device), group, "number of samples"
+                _as_double([expected if contributes else 0.0, self._rows], device), group, "number of samples"
             )
         self._answer: Callable[[], Tensor] | None = None
 
@@ -201,7 +201,7 @@ class PipelineGlobalLoss:
         self.local = (result.total / result.count if is_mean else result.total) + result.auxiliary
         if self._group is None:
             return
-        count = result.count if self._speaks else 0.0
+        count = result.count if self._contributes else 0.0
         losses = [result.total, result.auxiliary * result.rows]
         known = _as_double([count, self._rows, self._rows * self.is_sum, *losses], self._device)
         self._answer = start_small_sum(known, self._group, "loss and samples")

@@ -170,18 +170,18 @@ class Gradients:
         backward_of(loss, self._scaler.scale * (weight if self._together and not self._sum else 1.0))
 
     def reduce(
-        self, optimizers: Iterable[str], samples: Count, tally: GlobalLoss, step: int, weighed: bool = False
+        self, optimizers: Iterable[str], samples: Count, global_loss: GlobalLoss, step: int, weighed: bool = False
     ) -> None:
         """Reduce the gradients of ``add_local``, with ``samples`` as this rank's weight.
 
         weighed: True if ``add_local`` has applied the weight already; default False
         """
-        self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, tally.samples, samples
-        self.merged_rows = tally.rows
-        self.assumed, self._boost = tally.samples, 1.0
+        self.merged, self.merged_samples, self._own_samples = self._plan.gradient_merge, global_loss.samples, samples
+        self.merged_rows = global_loss.rows
+        self.assumed, self._boost = global_loss.samples, 1.0
         chosen = list(optimizers)
-        if self._together and not (self._sum or tally.is_sum):
-            self._scale((1.0 if weighed else samples) / tally.samples)
+        if self._together and not (self._sum or global_loss.is_sum):
+            self._scale((1.0 if weighed else samples) / global_loss.samples)
         self._arm(chosen, step)
         self._reduce(chosen)
         self._settle(chosen, step)
@@ -241,7 +241,7 @@ class Gradients:
             grad = read().to(parameter.device)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _assume(self, tally: GlobalLoss | PipelineGlobalLoss) -> None:
+    def _assume(self, global_loss: GlobalLoss | PipelineGlobalLoss) -> None:
         """Set the total sample count that the weights of this pass refer to: the one of the previous update.
 
         Waiting here for the true number would delay a fast rank's backward until the slowest rank has finished its
@@ -252,13 +252,13 @@ class Gradients:
         that number too.
         """
         passes = self._plan.gradient_merge
-        if isinstance(tally, GlobalLoss) and tally.is_sum and not self._sum:
+        if isinstance(global_loss, GlobalLoss) and global_loss.is_sum and not self._sum:
             self._sum = self._adds_passes = True
         if self._scaler.active and not self._plain:
             self._boost = float(passes * (self._plan.replicas if self._together and not self._sum else 1))
         if self._plain or self._sum or self.assumed is not None:
             return
-        count, rows = tally.expected
+        count, rows = global_loss.expected
         self.assumed = count * passes if isinstance(count, Tensor) or count else 1.0
         self._assumed_rows = rows * passes if isinstance(rows, Tensor) or rows else 1.0
 
@@ -284,16 +284,16 @@ class Gradients:
         """Return the weight of a loss that is a sum over samples."""
         return self._scaler.scale * self._boost
 
-    def _note(self, tally: GlobalLoss | PipelineGlobalLoss) -> None:
+    def _note(self, global_loss: GlobalLoss | PipelineGlobalLoss) -> None:
         """Add the counts and the loss of a pass to the totals, after its backward."""
-        if isinstance(tally, PipelineGlobalLoss) and self._may_be_sum:
+        if isinstance(global_loss, PipelineGlobalLoss) and self._may_be_sum:
             self._may_be_sum = False
-            self._sum = self._adds_passes = tally.adds_up
-        self._own_samples = self._own_samples + tally.count
-        self.merged_samples = self.merged_samples + tally.samples
-        self.merged_rows = self.merged_rows + tally.rows
+            self._sum = self._adds_passes = global_loss.adds_up
+        self._own_samples = self._own_samples + global_loss.count
+        self.merged_samples = self.merged_samples + global_loss.samples
+        self.merged_rows = self.merged_rows + global_loss.rows
         if self._plan.gradient_merge > 1:
-            self.merged_loss = self.merged_loss + tally.total
+            self.merged_loss = self.merged_loss + global_loss.total
 
     @property
     def _together(self) -> bool:

@@ -131,12 +131,12 @@ class LocalSgdAverager:
         self.since = 0
         for drift in self._drifts:
             drift.begin_here()
-        mine = self._outer_momentum()
+        local = self._outer_momentum()
         if facts is not None:
-            mine |= self._snapshots()
+            local |= self._snapshots()
             self.k, self.since, self._agreed = facts["k"], facts["since"], facts["agreed"]
             self._first, self._first_rate = facts["first"], facts["first_rate"]
-        for name, value in mine.items():
+        for name, value in local.items():
             if name in tensors:
                 value.copy_(tensors[name].view(value.shape))
 

@@ -34,7 +34,7 @@ Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
 Passes = Callable[[str], int]
 
 
-SEATS = 5  # piggybacked numbers behind the flags of the last bucket
+PIGGYBACK_SLOTS = 5  # piggybacked numbers behind the flags of the last bucket
 
 
 def once(name: str) -> int:
@@ -64,12 +64,12 @@ class Reducer:
         place: int = 0,
         within: dist.ProcessGroup | None = None,
     ) -> None:
-        mine = [
+        local = [
             bucket
             for bucket in plan.buckets
             if bucket.optimizer == optimizer and place in bucket.stages and carriers.get(bucket.axes)
         ]
-        dense = [bucket for bucket in mine if not bucket.sparse]
+        dense = [bucket for bucket in local if not bucket.sparse]
         self._buckets = [
             _Bucket(
                 bucket,
@@ -77,11 +77,11 @@ class Reducer:
                 plan,
                 group=_carrier(plan, bucket, carriers),
                 within=within,
-                seats=SEATS * (bucket is dense[-1]),
+                piggyback_slots=PIGGYBACK_SLOTS * (bucket is dense[-1]),
             )
             for bucket in dense
         ]
-        self._sparse = [(b.parameters[0], parameters[b.parameters[0]], carriers[b.axes][0]) for b in mine if b.sparse]
+        self._sparse = [(b.parameters[0], parameters[b.parameters[0]], carriers[b.axes][0]) for b in local if b.sparse]
         self._armed, self._compressing = False, False
         self._next = 0
         for bucket in self._buckets:
@@ -101,7 +101,7 @@ class Reducer:
         return bool(self._buckets) and self._buckets[-1].can_piggyback(group)
 
     def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Send ``SEATS`` numbers with the gradients; return a function that gives their sums after ``finish``."""
+        """Send ``PIGGYBACK_SLOTS`` numbers with the gradients; return a function for their sums, after ``finish``."""
         return self._buckets[-1].piggyback(numbers)
 
     def finish(self) -> None:
@@ -138,7 +138,7 @@ class _Bucket:
         plan: Plan,
         group: dist.ProcessGroup,
         within: dist.ProcessGroup | None,
-        seats: int = 0,
+        piggyback_slots: int = 0,
     ) -> None:
         self.names, self._compressed = bucket.parameters, bucket.compressed
         self.parameters = [parameters[name] for name in bucket.parameters]
@@ -147,10 +147,11 @@ class _Bucket:
         self._group = group
         exact = plan.comm_dtype is None and not bucket.compressed and first.dtype in (torch.float32, torch.float64)
         here = exact and first.device.type == "cpu"
-        seats = seats if here else 0
-        self._row = torch.zeros(self._size + len(self.parameters) + seats, dtype=first.dtype, device=first.device)
+        self._piggyback_slots = piggyback_slots if here else 0
+        columns = self._size + len(self.parameters) + self._piggyback_slots
+        self._row = torch.zeros(columns, dtype=first.dtype, device=first.device)
         behind = self._row[self._size :]
-        self._flags, self._seats = behind[: len(self.parameters)], seats
+        self._flags = behind[: len(self.parameters)]
         self._behind = behind.numpy() if here else None  # the same memory, written without a torch operation
         self._front = np.ones(len(behind)) if here else None  # values to write there: flags and piggybacked numbers
         self._slots = _views(self._row, self.parameters)
@@ -258,14 +259,14 @@ class _Bucket:
                     self.parameters[i].grad = None
 
     def can_piggyback(self, group: dist.ProcessGroup) -> bool:
-        ours, asked = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
-        return bool(self._seats) and set(ours) == set(asked)
+        ours, theirs = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
+        return bool(self._piggyback_slots) and set(ours) == set(theirs)
 
     def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         assert self._behind is not None
         assert self._front is not None
-        self._front[-self._seats :] = numbers
-        return self._behind[-self._seats :].tolist
+        self._front[-self._piggyback_slots :] = numbers
+        return self._behind[-self._piggyback_slots :].tolist
 
 
 def _hook(bucket: _Bucket, index: int) -> Callable[[Tensor], None]:

@@ -74,14 +74,14 @@ def count_expert_tokens(
 class ExpertDispatch:
     """The rows that this rank exchanges with the ranks of the axis.
 
-    sent:   number of rows sent to each rank
-    came:   number of rows received from each rank
-    slots:  position of each received row in the experts' buffers
-    width:  rows of the buffer of each expert
+    sent:     number of rows sent to each rank
+    received: number of rows received from each rank
+    slots:    position of each received row in the experts' buffers
+    width:    rows of the buffer of each expert
     """
 
     sent: tuple[int, ...]
-    came: tuple[int, ...]
+    received: tuple[int, ...]
     slots: Tensor
     width: int
 
@@ -93,13 +93,13 @@ def plan_dispatch(kept: Tensor, me: int, owned: list[Range]) -> ExpertDispatch:
     order of rank, expert, choice.
     """
     sent = tuple(int(kept[me, :, begin:end].sum()) for begin, end in owned)
-    mine = kept[:, :, slice(*owned[me])].permute(0, 2, 1)  # [ranks, experts here, top]
-    by_expert = mine.transpose(0, 1).flatten(1)  # [experts here, ranks * top], the queues of each expert in a row
+    local = kept[:, :, slice(*owned[me])].permute(0, 2, 1)  # [ranks, experts here, top]
+    by_expert = local.transpose(0, 1).flatten(1)  # [experts here, ranks * top], the queues of each expert in a row
     width = int(by_expert.sum(1).max()) if by_expert.numel() else 0
     begins = by_expert.cumsum(1) - by_expert + width * torch.arange(len(by_expert))[:, None]
-    begins = begins.view(mine.shape[1], mine.shape[0], mine.shape[2]).transpose(0, 1).flatten()
-    counts = mine.flatten()
+    begins = begins.view(local.shape[1], local.shape[0], local.shape[2]).transpose(0, 1).flatten()
+    counts = local.flatten()
     came_before = counts.cumsum(0) - counts
     total = int(counts.sum())
     slots = (begins - came_before).repeat_interleave(counts, output_size=total) + torch.arange(total)
-    return ExpertDispatch(sent, tuple(mine.sum((1, 2)).tolist()), slots, width)
+    return ExpertDispatch(sent, tuple(local.sum((1, 2)).tolist()), slots, width)

@@ -116,16 +116,16 @@ class SplitMoE(MoE):
         kept = queues.places < left.gather(1, choice.experts)
         there = plan_dispatch(heads.kept[self._members()], self.axis.rank, self.owned)
         order = torch.where(kept, choice.experts, self.experts).flatten().argsort(stable=True)[: sum(there.sent)]
-        came = _exchange(lower(tokens).index_select(0, order % max(len(tokens), 1)), there, self.axis)
-        back = _exchange(self._answers(came, there), there, self.axis, home=True)
+        received = _exchange(lower(tokens).index_select(0, order % max(len(tokens), 1)), there, self.axis)
+        back = _exchange(self._answers(received, there), there, self.axis, home=True)
         rows = back.new_zeros(kept.numel(), self.dim).index_copy_(0, order, back)
         return self._weigh(rows, kept, choice)
 
-    def _answers(self, came: Tensor, there: ExpertDispatch) -> Tensor:
+    def _answers(self, received: Tensor, there: ExpertDispatch) -> Tensor:
         """Apply this rank's experts to the received rows, and return the outputs in the same order."""
-        slots = there.slots.to(came.device)
+        slots = there.slots.to(received.device)
         here = len(self.w1)
-        buffer = came.new_zeros(here * there.width, self.dim).index_copy_(0, slots, came)
+        buffer = received.new_zeros(here * there.width, self.dim).index_copy_(0, slots, received)
         return self._compute(buffer.view(here, there.width, self.dim)).flatten(0, 1).index_select(0, slots)
 
     def _unevenness(self, choice: TokenRouting, heads: ExpertCounts, counted: int) -> Tensor:
@@ -149,7 +149,7 @@ def _place(group: dist.ProcessGroup | None) -> int:
 
 def _exchange(rows: Tensor, there: ExpertDispatch, axis: SplitAxis, home: bool = False) -> Tensor:
     """Send rows to the ranks of their experts, or with ``home`` back to the ranks of their tokens."""
-    sent, came = (there.came, there.sent) if home else (there.sent, there.came)
-    forth = partial(split_all_to_all, cut=0, cut_sizes=sent, join=0, join_sizes=came, axis=axis)
-    back = partial(split_all_to_all, cut=0, cut_sizes=came, join=0, join_sizes=sent, axis=axis)
+    sent, received = (there.received, there.sent) if home else (there.sent, there.received)
+    forth = partial(split_all_to_all, cut=0, cut_sizes=sent, join=0, join_sizes=received, axis=axis)
+    back = partial(split_all_to_all, cut=0, cut_sizes=received, join=0, join_sizes=sent, axis=axis)
     return move(rows, forth, back)

@@ -175,15 +175,15 @@ class LowMemoryAdam(SharingOptimizer):
         order = [parameter for group in self.param_groups for parameter in group["params"]]
         kept = self.state
         for index, found in state_dict["state"].items():
-            mine = kept[order[index]]
-            if set(found) != set(mine):
+            local = kept[order[index]]
+            if set(found) != set(local):
                 raise CheckpointError(
                     "the checkpoint's optimizer state is not low_memory; go on with the strategy it was saved with"
                 )
             for field in FIELDS:
                 stored = found[field]
-                mine[field].copy_(stored() if callable(stored) else stored)
-            mine["step"] = found["step"]
+                local[field].copy_(stored() if callable(stored) else stored)
+            local["step"] = found["step"]
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
 

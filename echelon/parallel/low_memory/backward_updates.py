@@ -76,8 +76,8 @@ class OptimizerInBackward:
             self._send_complete(self._carrier)
             while self._sums:
                 self._apply_sum()
-        came = set(self._came_in)
-        self._came_in += [entry for entry in self._entries if entry not in came]
+        received = set(self._came_in)
+        self._came_in += [entry for entry in self._entries if entry not in received]
 
     def _apply(self, entry: LowMemoryParam) -> None:
         grad, entry.parameter.grad = entry.parameter.grad, None
@@ -140,8 +140,8 @@ def updates_in_backward(
     Raises UsageError for sparse gradients.
     """
     assert isinstance(optimizer, LowMemoryAdam)
-    mine = [bucket for bucket in plan.buckets if bucket.optimizer == key]
-    sparse = next((bucket.parameters[0] for bucket in mine if bucket.sparse), None)
+    local = [bucket for bucket in plan.buckets if bucket.optimizer == key]
+    sparse = next((bucket.parameters[0] for bucket in local if bucket.sparse), None)
     if sparse is not None:
         raise UsageError(f"low_memory: '{sparse}' has a sparse gradient; build its embedding with sparse=False")
-    return OptimizerInBackward(optimizer, [name for bucket in mine for name in bucket.parameters], carrier)
+    return OptimizerInBackward(optimizer, [name for bucket in local for name in bucket.parameters], carrier)

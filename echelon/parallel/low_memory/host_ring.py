@@ -40,7 +40,7 @@ class RingSlot:
     """A device buffer for the state of one piece."""
 
     state: LowMemoryState
-    came: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    received: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     free: torch.cuda.Event | None = None  # event after which its last content has been copied to the host
 
     def holding(self, piece: StateChunk) -> LowMemoryState:
@@ -75,7 +75,7 @@ class HostStateRing:
             self.forget()
             self._fetch(piece)
         _, slot = self._coming.popleft()
-        torch.cuda.current_stream(self._device).wait_event(slot.came)
+        torch.cuda.current_stream(self._device).wait_event(slot.received)
         return slot
 
     def give_back(self, piece: StateChunk, slot: RingSlot) -> None:
@@ -104,7 +104,7 @@ class HostStateRing:
         with torch.cuda.stream(self._inward):
             for here, there in _pairs(slot.holding(piece), piece.state):
                 here.copy_(there, non_blocking=True)
-        slot.came.record(self._inward)
+        slot.received.record(self._inward)
         self._coming.append((piece, slot))
 
 

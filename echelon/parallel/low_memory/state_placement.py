@@ -129,9 +129,9 @@ def _let_go(addresses: list[int]) -> None:
 
 def _laid_out(area: Tensor, like: Tensor) -> LowMemoryState:
     """Return the state tensors in an area; those with one entry per weight have the weight's shape and strides."""
-    found, start = [], 0
+    result, start = [], 0
     for nbytes, dtype in zip(tensor_bytes(like.numel()), _DTYPES, strict=True):
         flat = area[start : start + nbytes].view(dtype)
-        found.append(flat if dtype == torch.float32 else flat.as_strided(like.shape, like.stride()))
+        result.append(flat if dtype == torch.float32 else flat.as_strided(like.shape, like.stride()))
         start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return LowMemoryState(*found)
+    return LowMemoryState(*result)

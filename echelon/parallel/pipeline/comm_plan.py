@@ -73,20 +73,20 @@ class CommPlan:
                 self.needed_at.update(dict.fromkeys(self.needs(action), at))
         self.order = {message: at for at, message in enumerate(self._in_order(schedule))}
         self.trains = any(action.kind != "F" for actions in schedule for action in actions)
-        self.deeds = self._deeds(schedule[place])
+        self.actions = self._scheduled(schedule[place])
         self.outgoing = [message for message in self.order if self.sender(message) == self.place]
         self.incoming = [message for message in self.order if self.receiver(message) == self.place]
 
-    def _deeds(self, actions: Sequence[Action]) -> list[ScheduledAction]:
+    def _scheduled(self, actions: Sequence[Action]) -> list[ScheduledAction]:
         needs = [self.needs(action) for action in actions]
         remote = [[message for message in each if not self.is_local(message)] for each in needs]
         needing = [at for at, messages in enumerate(remote) if messages]
-        found = []
+        result = []
         for at, action in enumerate(actions):
             soon = (at, *[index for index in needing if index > at][:AHEAD])
             messages = [message for index in soon for message in remote[index]]
-            found.append(ScheduledAction(action, needs[at], self.sends(action), messages))
-        return found
+            result.append(ScheduledAction(action, needs[at], self.sends(action), messages))
+        return result
 
     def sends(self, action: Action) -> list[StageMessage]:
         """Return the messages that ``action`` makes for other stages."""

@@ -24,7 +24,7 @@ MOST_KNOWN = 10_000  # most results, or fake tensors, in a cache; there are many
 _PLAIN = (NoneType, bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, EllipsisType)
 _NOT_IN_PLACE = ("__invert__", "__int__", "__index__", "__iter__", "requires_grad_", "share_memory_", "detach_")
 
-_glue: ContextVar[InterStageCache | None] = ContextVar("glue", default=None)
+_cache: ContextVar[InterStageCache | None] = ContextVar("glue", default=None)
 
 
 class CachedPlaceholder(FakeTensor):
@@ -32,11 +32,11 @@ class CachedPlaceholder(FakeTensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        glue = _glue.get()
+        cache = _cache.get()
         with torch._C.DisableTorchFunctionSubclass():
-            if glue is None or getattr(function, "__name__", "") == "__get__":  # attributes are not cached
+            if cache is None or getattr(function, "__name__", "") == "__get__":  # attributes are not cached
                 return function(*args, **(kwargs or {}))
-            return glue.operate(function, args, kwargs or {})
+            return cache.operate(function, args, kwargs or {})
 
 
 def lend(made: Tensor) -> Tensor:
@@ -53,12 +53,12 @@ class _Unknown(Exception):
 class _Answer(NamedTuple):
     """A cached result.
 
-    asked:   fake tensors in the question, kept alive because the question has their ids
+    tensors: fake tensors in the question, kept alive because the question has their ids
     made:    fake tensors in the result
     result:  the result
     """
 
-    asked: list[Tensor]
+    tensors: list[Tensor]
     made: list[Tensor]
     result: Any
 
@@ -75,27 +75,27 @@ class InterStageCache:
         self._used: list[Hashable] = []
 
     def __enter__(self) -> None:
-        self._before = _glue.set(self)
+        self._before = _cache.set(self)
 
     def __exit__(self, *exception: object) -> None:
         """End the pass, and drop results whose tensors were changed in place.
 
         Such a tensor would keep alive the tensors that were written into it.
         """
-        _glue.reset(self._before)
+        _cache.reset(self._before)
         self._times.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for question in self._used:
                 answer = self._known.get(question)
-                if answer is not None and any(map(is_changed, (*answer.asked, *answer.made))):
+                if answer is not None and any(map(is_changed, (*answer.tensors, *answer.made))):
                     del self._known[question]
         self._used.clear()
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the cached result of ``function(*args, **kwargs)``, or call it and cache its result."""
-        asked: list[Tensor] = []
+        tensors: list[Tensor] = []
         try:
-            question: Hashable = (function, _looks(args, asked), _looks(kwargs, asked), surroundings())
+            question: Hashable = (function, _looks(args, tensors), _looks(kwargs, tensors), surroundings())
         except _Unknown:
             return function(*args, **kwargs)
         times = self._times[question]
@@ -103,17 +103,22 @@ class InterStageCache:
         found = self.recall((question, times))
         if found is None:
             if _changes_its_first(function, args):
-                return self._change(function, args, kwargs, (question, times), asked)
-            versions = [tensor._version for tensor in asked]
+                return self._change(function, args, kwargs, (question, times), tensors)
+            versions = [tensor._version for tensor in tensors]
             result = function(*args, **kwargs)
             made = _remade(result)
-            if made is None or versions != [tensor._version for tensor in asked]:
+            if made is None or versions != [tensor._version for tensor in tensors]:
                 return result
-            found = self.keep((question, times), asked, *made)
+            found = self.keep((question, times), tensors, *made)
         return list(found.result) if type(found.result) is list else found.result
 
     def _change(
-        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], question: Hashable, asked: list[Tensor]
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        question: Hashable,
+        tensors: list[Tensor],
     ) -> Any:
         """Apply an in-place operation to a fake tensor.
 
@@ -126,28 +131,28 @@ class InterStageCache:
         result = function(other, *others, **kwargs)
         if before != _seen_from_outside(other) or (result is not None and result is not other):
             return function(*args, **kwargs)
-        return self.keep(question, asked, [], None if result is None else changed).result
+        return self.keep(question, tensors, [], None if result is None else changed).result
 
     def recall(self, question: Hashable) -> _Answer | None:
-        found = self._known.get(question)
-        if found is not None:
+        result = self._known.get(question)
+        if result is not None:
             self._used.append(question)
-        return found
+        return result
 
-    def keep(self, question: Hashable, asked: list[Tensor], made: list[Tensor], result: Any) -> _Answer:
-        """Cache a result. It is dropped after the pass if a tensor of ``asked`` or ``made`` is changed in place."""
+    def keep(self, question: Hashable, tensors: list[Tensor], made: list[Tensor], result: Any) -> _Answer:
+        """Cache a result. It is dropped after the pass if a tensor of ``tensors`` or ``made`` is changed in place."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         self._used.append(question)
-        self._known[question] = found = _Answer(asked, made, result)
+        self._known[question] = found = _Answer(tensors, made, result)
         return found
 
     @staticmethod
     def question(*parts: Any) -> tuple[Hashable, list[Tensor]] | None:
         """Return a key that compares ``parts`` with other steps, and the fake tensors in them; None if impossible."""
-        asked: list[Tensor] = []
+        tensors: list[Tensor] = []
         try:
-            return (_looks(parts, asked), surroundings()), asked
+            return (_looks(parts, tensors), surroundings()), tensors
         except _Unknown:
             return None
 
@@ -181,29 +186,29 @@ def _seen_from_outside(tensor: Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.grad_fn is None
 
 
-def _looks(value: Any, asked: list[Tensor]) -> Hashable:
+def _looks(value: Any, tensors: list[Tensor]) -> Hashable:
     """Return a key for a value: a cached fake tensor by identity, a real tensor by its metadata.
 
     The metadata are enough, because the shape of a fake result never depends on values.
     """
     if isinstance(value, Tensor):
-        return _tensor_looks(value, asked)
+        return _tensor_looks(value, tensors)
     kind = type(value)
     if kind is tuple or kind is list:
-        return (kind, *[_looks(each, asked) for each in value])
+        return (kind, *[_looks(each, tensors) for each in value])
     if kind is dict:
-        return (kind, *value, *[_looks(each, asked) for each in value.values()])
+        return (kind, *value, *[_looks(each, tensors) for each in value.values()])
     if kind is slice:
-        return (kind, *[_looks(each, asked) for each in (value.start, value.stop, value.step)])
+        return (kind, *[_looks(each, tensors) for each in (value.start, value.stop, value.step)])
     if kind is torch.Size or isinstance(value, _PLAIN):
         return kind, value
     raise _Unknown
 
 
-def _tensor_looks(value: Tensor, asked: list[Tensor]) -> Hashable:
+def _tensor_looks(value: Tensor, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
     if kind is CachedPlaceholder or (kind is FakeTensor and isinstance(value, nn.Parameter)):
-        asked.append(value)
+        tensors.append(value)
         return id(value)
     if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype, value.device, value.requires_grad

@@ -47,12 +47,12 @@ class PlaceholderPool:
                 return make(like)
             look = (self.borrower, key, torch.is_grad_enabled(), like.shape, like.stride(), like.dtype, like.device)
             self._out.append(look)
-            found = self._known.get(look)
-            if found is None:
+            result = self._known.get(look)
+            if result is None:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
-                found = self._known[look] = lend(make(like))
-            return found
+                result = self._known[look] = lend(make(like))
+            return result
 
     def settle(self) -> None:
         """Drop, at the end of a pass, fake tensors that user code changed in place.
@@ -77,8 +77,8 @@ def keep_only(model: nn.Module, recording: StageTrace, stages: Sequence[int]) ->
     This must be called before modules are split, synchronized or recomputed, and these must be applied only to modules
     that are kept: a module of another stage still runs to find the shape of its output, without collectives.
     """
-    mine = {name for name, holders in recording.holders.items() if not set(holders).isdisjoint(stages)}
-    kept = {id(value) for name, value in _first_names(model) if name in mine}
+    local = {name for name, holders in recording.holders.items() if not set(holders).isdisjoint(stages)}
+    kept = {id(value) for name, value in _first_names(model) if name in local}
     made: dict[int, Tensor] = {}
     let_go: dict[int, nn.Parameter] = {}
     for module in model.modules():

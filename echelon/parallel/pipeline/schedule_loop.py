@@ -61,11 +61,11 @@ def run_schedule(
     found = links.route(schedule, transfers)
     of_micro = signature if callable(signature) else lambda micro: signature
     loop = _Loop(runner, found, PipelineExchange(links, found, of_micro))
-    for deed in found.deeds:
+    for scheduled in found.actions:
         try:
-            loop.perform(deed)
+            loop.perform(scheduled)
         except Exception as error:
-            stage, micro = deed.action.stage, deed.action.micro
+            stage, micro = scheduled.action.stage, scheduled.action.micro
             _name_the_place(error, f"rank {links.ranks[links.place]}, stage {stage}, micro-batch {micro}")
             raise
     loop.exchange.finish()
@@ -78,39 +78,39 @@ class _Loop:
         self._handed: dict[StageMessage, list[Tensor | None]] = {}  # messages between stages of this rank
         self._wanted: dict[StageMessage, list[bool]] = {}  # for each of their tensors, True if it wants a gradient
 
-    def perform(self, deed: ScheduledAction) -> None:
+    def perform(self, scheduled: ScheduledAction) -> None:
         since = monotonic() if activity.recorder is not None else 0.0
-        self.exchange.expect(deed.soon)
-        action = deed.action
+        self.exchange.expect(scheduled.soon)
+        action = scheduled.action
         if action.kind == "F":
-            self._forward(deed)
+            self._forward(scheduled)
         elif action.kind == "W":
             self._runner.backward(action.stage, action.micro, {}, "W")
         else:
-            self._backward(deed, action.kind)
+            self._backward(scheduled, action.kind)
         if activity.recorder is not None:
             activity.recorder.acted(action, since)
 
-    def _forward(self, deed: ScheduledAction) -> None:
+    def _forward(self, scheduled: ScheduledAction) -> None:
         received = {
             key: tensor
-            for message in deed.needs
+            for message in scheduled.needs
             for key, tensor in zip(self._keys(message), self._receive(message), strict=True)
             if tensor is not None
         }
-        made = self._runner.forward(deed.action.stage, deed.action.micro, received)
-        for message in deed.sends:
+        made = self._runner.forward(scheduled.action.stage, scheduled.action.micro, received)
+        for message in scheduled.sends:
             self._send(message, [made[key] for key in self._keys(message)])
 
-    def _backward(self, deed: ScheduledAction, part: Part) -> None:
+    def _backward(self, scheduled: ScheduledAction, part: Part) -> None:
         gradients: dict[str, Tensor | None] = {}
-        for message in deed.needs:  # sorted by target, so that gradients are always summed in the same order
-            wanted, came = self._wants(message), self._receive(message)
-            for key, wants, gradient in zip(self._keys(message), wanted, came, strict=True):
+        for message in scheduled.needs:  # sorted by target, so that gradients are always summed in the same order
+            wanted, received = self._wants(message), self._receive(message)
+            for key, wants, gradient in zip(self._keys(message), wanted, received, strict=True):
                 if wants:
                     gradients[key] = _sum(gradients.get(key), gradient)
-        found = self._runner.backward(deed.action.stage, deed.action.micro, gradients, part)
-        for message in deed.sends:
+        found = self._runner.backward(scheduled.action.stage, scheduled.action.micro, gradients, part)
+        for message in scheduled.sends:
             pairs = zip(self._keys(message), self._wants(message), strict=True)
             self._send(message, [found.get(key) if wants else None for key, wants in pairs])
 

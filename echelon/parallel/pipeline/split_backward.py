@@ -270,7 +270,7 @@ class _Convolution:
         return self._backward(gradient, input, weight, [False, True, bias])[1 : 2 + bias]
 
     def _backward(self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: list[bool]) -> list[Tensor]:
-        found = torch.ops.aten.convolution_backward(
+        result = torch.ops.aten.convolution_backward(
             gradient,
             input,
             weight,
@@ -283,7 +283,7 @@ class _Convolution:
             self.groups,
             wanted,
         )
-        return list(found)
+        return list(result)
 
 
 @dataclass(frozen=True)
@@ -368,8 +368,8 @@ def _behind_the_check(function: Any, inner: Sequence[str] = (), **replaced: Any)
         whole = function.__globals__[name]
         names[name] = types.FunctionType(whole.__code__, names, name, whole.__defaults__)
         names[name].__kwdefaults__ = whole.__kwdefaults__
-    found: Callable[..., Any] = names[function.__name__]
-    return found
+    result: Callable[..., Any] = names[function.__name__]
+    return result
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

@@ -91,9 +91,9 @@ class StageRunner:
             stage: [part for name, at in recording.units.items() if at == stage for part in self._units[name].modules()]
             for stage in stages
         }
-        self._glue = InterStageCache()
-        self._outlook = _ShapeForecast(self._glue)
-        self._lent: dict[Hashable, Tensor] = {}
+        self._cache = InterStageCache()
+        self._forecast = _ShapeForecast(self._cache)
+        self._known_placeholders: dict[Hashable, Tensor] = {}
         self._seen: dict[int, Seen] = {}
         self._running: dict[tuple[int, int], _BackwardContext] = {}
         self._deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
@@ -138,11 +138,11 @@ class StageRunner:
         plan = self._plans[stage]
         _forget_auxiliary(self._own[stage])
         leaves = {key: _as_leaf(tensor) for key, tensor in received.items()}
-        loans = PlaceholderPool(self._lent, (stage, micro))
-        running = _Pass(plan, self._units, leaves, self._outlook, self._glue, loans, self._seen.get(micro))
+        placeholders = PlaceholderPool(self._known_placeholders, (stage, micro))
+        running = _Pass(plan, self._units, leaves, self._forecast, self._cache, placeholders, self._seen.get(micro))
         deferred = self._defer() if self._defer and self._training else None
         with torch.set_grad_enabled(self._training), deferred or contextlib.nullcontext():
-            result = running.run(self._call, plan.batch(self._batches[micro], loans))
+            result = running.run(self._call, plan.batch(self._batches[micro], placeholders))
         roots = {key: running.made.get(key) for key in plan.sent}
         ends = self._collect_auxiliary(stage, micro)
         if plan.is_last:
@@ -165,13 +165,13 @@ class StageRunner:
 
     def _collect_auxiliary(self, stage: int, micro: int) -> list[Weighted]:
         left = [part.__dict__[AUXILIARY] for part in self._own[stage] if AUXILIARY in part.__dict__]
-        found = [value for value in left if value is not None]
-        for value in found:
+        result = [value for value in left if value is not None]
+        for value in result:
             self.auxiliary[micro] = self.auxiliary.get(micro, torch.zeros((), device=value.device)) + value.detach()
-        if found:
+        if result:
             _forget_auxiliary(self._own[stage])
-        weight = self._weights.of_auxiliary(micro) if found and self._weights is not None else 0.0
-        return [(value, weight) for value in found]
+        weight = self._weights.of_auxiliary(micro) if result and self._weights is not None else 0.0
+        return [(value, weight) for value in result]
 
     # ---- backward ----
 
@@ -213,7 +213,7 @@ class _StagePlan:
         self._inputs, self._written = recording.inputs[stage], recording.written
         self.own = {name for name, at in recording.units.items() if at == stage}
 
-    def batch(self, whole: Any, loans: PlaceholderPool) -> Any:
+    def batch(self, whole: Any, placeholders: PlaceholderPool) -> Any:
         """Return the batch with fake tensors for parts that this stage does not need, and copies of changed parts.
 
         Changed parts are those that the forward changes in place.
@@ -225,15 +225,15 @@ class _StagePlan:
                 f"the batch has {len(leaves)} parts, but had {len(self._inputs)} when stages were cut; give batches of "
                 "one structure"
             )
-        mine = [
-            leaf if not isinstance(leaf, Tensor) else self._leaf(at, leaf, needed, loans)
+        local = [
+            leaf if not isinstance(leaf, Tensor) else self._leaf(at, leaf, needed, placeholders)
             for at, (leaf, needed) in enumerate(zip(leaves, self._inputs, strict=True))
         ]
-        return tuple(mine) if structure is None else tree_unflatten(mine, structure)
+        return tuple(local) if structure is None else tree_unflatten(local, structure)
 
-    def _leaf(self, at: int, leaf: Tensor, needed: bool, loans: PlaceholderPool) -> Tensor:
+    def _leaf(self, at: int, leaf: Tensor, needed: bool, placeholders: PlaceholderPool) -> Tensor:
         if not needed:
-            return loans.given(f"batch/{at}", leaf)
+            return placeholders.given(f"batch/{at}", leaf)
         return leaf.clone() if at in self._written else leaf
 
 
@@ -269,18 +269,18 @@ class _Pass:
         plan: _StagePlan,
         units: Mapping[str, nn.Module],
         received: Mapping[str, Tensor],
-        outlook: _ShapeForecast,
-        glue: InterStageCache,
-        loans: PlaceholderPool,
+        forecast: _ShapeForecast,
+        cache: InterStageCache,
+        placeholders: PlaceholderPool,
         seen: Seen | None,
     ) -> None:
         self._plan = plan
         self._units = units
         self._received = received
         self._seen = seen
-        self._outlook = outlook
-        self._glue = glue
-        self._loans = loans
+        self._forecast = forecast
+        self._cache = cache
+        self._placeholders = placeholders
         self._calls: Counter[str] = Counter()
         self._versions: dict[str, int] = {}
         self.made: dict[str, Tensor] = {}  #: tensors that other stages need
@@ -288,7 +288,7 @@ class _Pass:
     def run(self, call: Callable[[Any], T], batch: Any) -> T | None:
         """Return the result of ``call``, or None if this stage ends before ``call`` does."""
         try:
-            with intercept_module_calls(self._unit_called), allow_real_tensors(), self._glue:
+            with intercept_module_calls(self._unit_called), allow_real_tensors(), self._cache:
                 result: T | None = call(batch)
         except PassEnded:
             result = None
@@ -299,7 +299,7 @@ class _Pass:
                 raise _other_way(f"stage {self._plan.stage}") from None
             result = None  # only code of later stages was left, and it reads values of fake tensors
         finally:
-            self._loans.settle()
+            self._placeholders.settle()
         self._refuse_changes()
         return result
 
@@ -317,12 +317,12 @@ class _Pass:
 
     def _foreign(self, name: str, prefix: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen = self._seen.get(prefix) if self._seen is not None else None
-        parts = seen or self._outlook.on(name, module, args, kwargs)
+        parts = seen or self._forecast.on(name, module, args, kwargs)
         return parts.together([self._arrived(f"{prefix}/{at}", leaf) for at, leaf in enumerate(parts.leaves)])
 
     def _arrived(self, key: str, leaf: Any) -> Any:
         if key not in self._received:
-            return self._loans.made(key, leaf) if isinstance(leaf, Tensor) else leaf
+            return self._placeholders.made(key, leaf) if isinstance(leaf, Tensor) else leaf
         tensor = self._received[key]
         return tensor.clone() if key in self._plan.changed else tensor
 
@@ -340,14 +340,14 @@ class _Pass:
         )
 
     def _for_other_stages(self, prefix: str, output: FlattenedTree) -> FlattenedTree:
-        return take_apart(output.together(self._loans.all_made(f"seen/{prefix}", output.leaves)))
+        return take_apart(output.together(self._placeholders.all_made(f"seen/{prefix}", output.leaves)))
 
     def _leaving(self, key: str, leaf: Tensor) -> Tensor:
         """Return the tensor for the user's code in this pass: a fake one if only other stages use it."""
         if key in self._plan.sent:
             self.made[key] = leaf.clone() if key in self._plan.copied and key in self._plan.kept else leaf
             self._versions[key] = self.made[key]._version
-        return leaf if key in self._plan.kept else self._loans.made(key, leaf)
+        return leaf if key in self._plan.kept else self._placeholders.made(key, leaf)
 
     def _is_done(self) -> bool:
         return all(self._calls[name] for name in self._plan.own) and set(self._plan.sent) <= set(self.made)
@@ -364,8 +364,8 @@ class _Pass:
 class _ShapeForecast:
     """Outputs of units of other stages as fake tensors, computed once per unit and kind of input."""
 
-    def __init__(self, glue: InterStageCache) -> None:
-        self._glue = glue
+    def __init__(self, cache: InterStageCache) -> None:
+        self._cache = cache
         self._known: dict[Hashable, FlattenedTree] = {}
 
     def on(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
@@ -373,26 +373,28 @@ class _ShapeForecast:
 
         For the same fake tensor objects as in an earlier pass, InterStageCache finds it by their identity.
         """
-        asked = self._glue.question(name, module.training, args, kwargs)
-        if asked is None:
-            return self._told(name, module, args, kwargs)
-        known = self._glue.recall(asked[0]) or self._glue.keep(*asked, [], self._told(name, module, args, kwargs))
-        found: FlattenedTree = known.result
-        return found
+        question = self._cache.question(name, module.training, args, kwargs)
+        if question is None:
+            return self._forecast(name, module, args, kwargs)
+        known = self._cache.recall(question[0]) or self._cache.keep(
+            *question, [], self._forecast(name, module, args, kwargs)
+        )
+        result: FlattenedTree = known.result
+        return result
 
-    def _told(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
+    def _forecast(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
         given = take_apart((args, kwargs))
         key = (name, module.training, surroundings(), given.pattern, *map(_looks, given.leaves))
         try:
             if key in self._known:
                 return self._known[key]
         except TypeError:  # an argument that cannot be compared
-            return self._ask(module, args, kwargs)
+            return self._run_fake(module, args, kwargs)
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        return self._known.setdefault(key, self._ask(module, args, kwargs))
+        return self._known.setdefault(key, self._run_fake(module, args, kwargs))
 
-    def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
+    def _run_fake(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
         with torch._C.DisableTorchFunction():  # split_backward.py must not count this as a use of weights
             return _bare(take_apart(fake_forward(module, args, kwargs)))
 

@@ -73,10 +73,10 @@ class PipelineLinks:
     def route(self, schedule: Sequence[Sequence[Action]], transfers: Sequence[StageTransfer]) -> CommPlan:
         """Return this rank's CommPlan. It is found by identity if all arguments are the tuples of the last step."""
         if self._known is None or self._known[0] is not schedule or self._known[1] is not transfers:
-            found = route(tuple(map(tuple, schedule)), tuple(transfers), self.place)
+            result = route(tuple(map(tuple, schedule)), tuple(transfers), self.place)
             if not (isinstance(schedule, tuple) and isinstance(transfers, tuple)):  # mutable: identity is not enough
-                return found
-            self._known = schedule, transfers, found
+                return result
+            self._known = schedule, transfers, result
         return self._known[2]
 
     def name(self, place: int) -> str:
@@ -308,18 +308,18 @@ class PipelineExchange:
     # ---- known forms ----
 
     def _form(self, message: StageMessage) -> Form | None:
-        found = self._forms.get((message.edge, message.micro))
-        return found if found is not None or message.backward else self._known_form(message)
+        result = self._forms.get((message.edge, message.micro))
+        return result if result is not None or message.backward else self._known_form(message)
 
     def _known_form(self, message: StageMessage) -> Form | None:
         return None if self._links.dynamic_shapes else self._all_announced(message).get(message.edge)
 
     def _all_announced(self, message: StageMessage) -> Announced:
-        found = self._announced.get(message.micro)
-        if found is None:
+        result = self._announced.get(message.micro)
+        if result is None:
             batch = self._signature(message.micro), self._route.trains
-            found = self._announced[message.micro] = self._links.announced.setdefault(batch, {})
-        return found
+            result = self._announced[message.micro] = self._links.announced.setdefault(batch, {})
+        return result
 
     def _lane(self, message: StageMessage) -> Hashable:
         """Return the key of messages whose receives must be posted in order: a header gives the form of later ones."""

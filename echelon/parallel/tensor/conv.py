@@ -73,17 +73,17 @@ def conv_pieces(module: nn.Conv2d, mark: Split, axis: SplitAxis) -> list[SplitSp
             f"has groups={module.groups}, which {axis.size} devices can share only by whole groups: a multiple of the "
             "number of devices, split by columns, without weights"
         )
-    mine = (ranges[axis.rank],)
+    local = (ranges[axis.rank],)
     facts: dict[str, Any] = {"axis": axis, "sizes": widths(ranges)}
     if by_row:
         require_gather(mark, "a layer split by rows")
         return [
             SplitSpec(
-                module, RowParallelConv2d, {**facts, "leave": PartialSumOutput(mark, axis)}, {"weight": {1: mine}}
+                module, RowParallelConv2d, {**facts, "leave": PartialSumOutput(mark, axis)}, {"weight": {1: local}}
             )
         ]
     return [
         SplitSpec(
-            module, ColumnParallelConv2d, {**facts, "gather": mark.gather}, {"weight": {0: mine}, "bias": {0: mine}}
+            module, ColumnParallelConv2d, {**facts, "gather": mark.gather}, {"weight": {0: local}, "bias": {0: local}}
         )
     ]

@@ -41,18 +41,18 @@ class VocabParallelEmbedding(nn.Embedding):
         if self.begin == self.end:  # this rank holds no tokens, but its empty weight must still get a gradient
             return self.weight.new_zeros(*tokens.shape, self.embedding_dim) + self.weight.sum()
         if self.sparse:  # look up only tokens of this rank, or the gradient would have rows that no token uses
-            found = self.weight.new_zeros(*tokens.shape, self.embedding_dim)
-            return found.index_put((here,), self._rows(tokens[here] - self.begin))
+            result = self.weight.new_zeros(*tokens.shape, self.embedding_dim)
+            return result.index_put((here,), self._rows(tokens[here] - self.begin))
         # Invalid tokens stay out of range, so that torch raises its usual error.
         elsewhere = ~here & (tokens >= 0) & (tokens < self.num_embeddings)
-        found = self._rows((tokens - self.begin).masked_fill(elsewhere, 0))
-        return found.masked_fill(~here[..., None], 0)
+        result = self._rows((tokens - self.begin).masked_fill(elsewhere, 0))
+        return result.masked_fill(~here[..., None], 0)
 
     def _rows(self, local: Tensor) -> Tensor:
         padding = self.padding_idx
-        mine = padding is not None and self.begin <= padding < self.end
+        is_local = padding is not None and self.begin <= padding < self.end
         return F.embedding(
-            local, self.weight, padding - self.begin if mine and padding is not None else None, sparse=self.sparse
+            local, self.weight, padding - self.begin if is_local and padding is not None else None, sparse=self.sparse
         )
 
 

@@ -148,9 +148,9 @@ def attention_pieces(module: nn.MultiheadAttention, mark: Split, axis: SplitAxis
     return [SplitSpec(module, HeadParallelAttention, facts, _attention_cuts(module.embed_dim, (begin, end)), partial)]
 
 
-def _attention_cuts(width: int, mine: Range) -> dict[str, dict[int, tuple[Range, ...]]]:
-    begin, end = mine
+def _attention_cuts(width: int, local: Range) -> dict[str, dict[int, tuple[Range, ...]]]:
+    begin, end = local
     three = {0: tuple((begin + at, end + at) for at in (0, width, 2 * width))}
-    one: dict[int, tuple[Range, ...]] = {0: (mine,)}
+    one: dict[int, tuple[Range, ...]] = {0: (local,)}
     separate = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), one)
-    return {"in_proj_weight": three, "in_proj_bias": three, **separate, "out_proj.weight": {1: (mine,)}}
+    return {"in_proj_weight": three, "in_proj_bias": three, **separate, "out_proj.weight": {1: (local,)}}

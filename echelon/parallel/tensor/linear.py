@@ -65,8 +65,8 @@ class RowParallelLinear(nn.Linear):
         return self.leave(F.linear(local, self.weight), rows, self.bias)
 
     def _part(self, x: Any) -> tuple[Tensor, Sizes | None]:
-        mine = self.sizes[self.axis.rank]
-        if self.axis.memory.parts_about and isinstance(x, Tensor) and x.shape[-1] == mine != self.in_features:
+        local = self.sizes[self.axis.rank]
+        if self.axis.memory.parts_about and isinstance(x, Tensor) and x.shape[-1] == local != self.in_features:
             return x, known_rows(x, self.axis)
         return take_part(x, -1, self.sizes, self.axis)
 
@@ -89,9 +89,9 @@ def linear_pieces(module: nn.Linear, mark: Split, axis: SplitAxis) -> list[Split
     if mark.how == "row":
         return [row_linear(module, mark, axis)]
     ranges = ranges_of(module.out_features, mark, axis)
-    mine = {0: (ranges[axis.rank],)}
+    local = {0: (ranges[axis.rank],)}
     facts = {"axis": axis, "sizes": widths(ranges), "gather": mark.gather}
-    return [SplitSpec(module, ColumnParallelLinear, facts, {"weight": mine, "bias": mine})]
+    return [SplitSpec(module, ColumnParallelLinear, facts, {"weight": local, "bias": local})]
 
 
 def row_linear(module: nn.Linear, mark: Split, axis: SplitAxis) -> SplitSpec:

@@ -180,8 +180,8 @@ def reduction(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     if not isinstance(x, ShardedActivation) or not dims or not _free(x, list(dims)):
         return NotImplemented
     result = func(x.local, *args[1:], **kwargs)
-    gone = sum(dim % x.dim() < x.along for dim in dims) if result.dim() < x.dim() else 0
-    return x.like(result, x.along - gone)
+    dropped = sum(dim % x.dim() < x.along for dim in dims) if result.dim() < x.dim() else 0
+    return x.like(result, x.along - dropped)
 
 
 @rule(POOLS)

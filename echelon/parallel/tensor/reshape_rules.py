@@ -59,12 +59,12 @@ def _reshaped(x: ShardedActivation, wanted: list[int]) -> Any:
     rows, shape = x.rows, list(wanted)
     shape[along] = sizes[x.axis.rank]
     if rows is not None:
-        mine = rows[x.axis.rank]
-        if mine == 0:
+        local = rows[x.axis.rank]
+        if local == 0:
             raise UsageError("split beside replicate: a device without rows cannot change the shape of its activations")
-        if wanted[0] % mine:
+        if wanted[0] % local:
             return NotImplemented
-        rows = tuple(size * wanted[0] // mine for size in rows)
+        rows = tuple(size * wanted[0] // local for size in rows)
         shape[0] = sum(rows)
     return ShardedActivation(x.local.reshape(shape), along, sizes, x.axis, rows)
 
@@ -141,8 +141,8 @@ def index(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     held = [x.along] if x.rows is None else [x.along, 0]
     if missing < 0 or any(keys[dim] != slice(None) for dim in held):
         return NotImplemented
-    gone = sum(isinstance(each, int) for each in keys[: x.along])
-    return x.like(x.local[tuple(keys)], x.along - gone)
+    dropped = sum(isinstance(each, int) for each in keys[: x.along])
+    return x.like(x.local[tuple(keys)], x.along - dropped)
 
 
 @rule(["chunk", "split", "unbind"])
@@ -155,5 +155,5 @@ def parts_along(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     dim %= x.dim()
     if dim == x.along or (x.rows is not None and dim == 0):
         return NotImplemented
-    gone = name == "unbind" and dim < x.along
-    return tuple(x.like(part, x.along - gone) for part in func(x.local, *args[1:], **kwargs))
+    dropped = name == "unbind" and dim < x.along
+    return tuple(x.like(part, x.along - dropped) for part in func(x.local, *args[1:], **kwargs))

@@ -54,10 +54,10 @@ def split_reduce_scatter(x: Tensor, dim: int, sizes: Sizes, axis: SplitAxis) -> 
         return x.detach()
     if dist.get_backend(axis.group) != "gloo":
         pieces = torch.stack([_widened(piece, dim, max(sizes)) for piece in _pieces(x, dim, sizes)])
-        came = torch.empty_like(pieces[0])
+        received = torch.empty_like(pieces[0])
         with waiting("sum over the split", x.shape, axis.group):
-            _reduce_scatter_single(came.view(-1), pieces.view(-1), group=axis.group)
-        return came.narrow(dim, 0, sizes[axis.rank])
+            _reduce_scatter_single(received.view(-1), pieces.view(-1), group=axis.group)
+        return received.narrow(dim, 0, sizes[axis.rank])
     sent = [piece.contiguous() for piece in _pieces(x, dim, sizes)]
     # The parts are added in rank order, and 16-bit sums are rounded once.
     return torch.stack(_hand_out(sent, [sent[axis.rank].shape] * axis.size, axis)).sum(0)
@@ -84,8 +84,8 @@ def gather_rows(
     """
     if axis.group is None:
         return (x.shape[0],)
-    mine = torch.tensor([x.dim(), *x.shape, *[0] * (8 - x.dim())], device=x.device)
-    shapes = [tuple(row[1 : 1 + row[0]]) for row in all_gather(mine, axis.group).tolist()]
+    local = torch.tensor([x.dim(), *x.shape, *[0] * (8 - x.dim())], device=x.device)
+    shapes = [tuple(row[1 : 1 + row[0]]) for row in all_gather(local, axis.group).tolist()]
     if len({shape[1:] for shape in shapes}) > 1:
         raise UsageError(
             f"{what}, so they may differ in dimension 0 only, got {', '.join(map(str, shapes))}; pad them to one length"
@@ -98,18 +98,18 @@ def _hand_out(sent: Sequence[Tensor], shapes: Sequence[torch.Size], axis: SplitA
     group, me, device = axis.group, axis.rank, sent[0].device
     assert group is not None
     if dist.get_backend(group) != "gloo":
-        came = [sent[me].new_empty(shape) for shape in shapes]
+        received = [sent[me].new_empty(shape) for shape in shapes]
         with waiting("exchange over the split", sent[me].shape, group):
-            dist.all_to_all(came, list(sent), group=group)
-        return came
+            dist.all_to_all(received, list(sent), group=group)
+        return received
     sent = [piece.cpu() for piece in sent]  # Gloo sends from host memory only
-    came = [sent[me].new_empty(shape) for shape in shapes]
-    came[me] = sent[me]
-    _send_and_receive(sent, came, group, me)
-    return [piece.to(device) for piece in came]
+    received = [sent[me].new_empty(shape) for shape in shapes]
+    received[me] = sent[me]
+    _send_and_receive(sent, received, group, me)
+    return [piece.to(device) for piece in received]
 
 
-def _send_and_receive(sent: Sequence[Tensor], came: Sequence[Tensor], group: dist.ProcessGroup, me: int) -> None:
+def _send_and_receive(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup, me: int) -> None:
     """Exchange tensors by point-to-point messages, because Gloo's all-to-all uses a link in one direction at a time.
 
     Gloo has no reduce-scatter either. Receives are posted first, and each rank begins with its neighbor, as in
@@ -119,8 +119,8 @@ def _send_and_receive(sent: Sequence[Tensor], came: Sequence[Tensor], group: dis
     works = []
     for away in range(1, ranks):
         source = (me - away) % ranks
-        if came[source].numel():
-            works.append(dist.irecv(came[source], src=dist.get_global_rank(group, source), group=group))
+        if received[source].numel():
+            works.append(dist.irecv(received[source], src=dist.get_global_rank(group, source), group=group))
     for away in range(1, ranks):
         target = (me + away) % ranks
         if sent[target].numel():

@@ -108,10 +108,10 @@ _PLANNERS: dict[type[nn.Module], Any] = {
 
 def _splittable(module: nn.Module, prefix: str = "") -> list[str]:
     """Return the names of the outermost modules inside ``module`` that can be split."""
-    found = []
+    result = []
     for name, child in module.named_children():
-        found += [f"'{prefix}{name}'"] if why_not(child) is None else _splittable(child, f"{prefix}{name}.")
-    return found
+        result += [f"'{prefix}{name}'"] if why_not(child) is None else _splittable(child, f"{prefix}{name}.")
+    return result
 
 
 # ---- split of a whole model ----

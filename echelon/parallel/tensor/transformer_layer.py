@@ -104,10 +104,10 @@ def _link_mark(layer: nn.Module, mark: Split, how: Any) -> Split:
 
 def _links(chain: nn.Sequential) -> list[nn.Module]:
     """Return the layers in order, including those of nested Sequentials."""
-    found: list[nn.Module] = []
+    result: list[nn.Module] = []
     for child in chain:
-        found += _links(child) if isinstance(child, nn.Sequential) else [child]
-    return found
+        result += _links(child) if isinstance(child, nn.Sequential) else [child]
+    return result
 
 
 def _between(plan: Planner, layer: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:

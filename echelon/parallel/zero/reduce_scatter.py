@@ -103,7 +103,7 @@ class ShardBucket:
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
         self._waiting: dict[int, int] = {}  # number of outstanding passes, by parameter
-        self._gone = False
+        self._is_sent = False
         self.late = False  #: True if the bucket was still incomplete on some rank when backward ended
 
     @property
@@ -116,7 +116,7 @@ class ShardBucket:
 
     def note(self, index: int) -> None:
         """Record that backward has computed this gradient."""
-        if self._gone:
+        if self._is_sent:
             raise UsageError(
                 f"the gradient of '{self._names[index]}' changed after it was sent: one backward finished it "
                 "twice; with torch.utils.checkpoint use use_reentrant=False"
@@ -126,7 +126,7 @@ class ShardBucket:
             self._waiting[index] = left
 
     def reset(self, passes: Passes = once) -> None:
-        self._gone = False
+        self._is_sent = False
         self._waiting = {i: passes(name) for i, name in enumerate(self._names)}
 
     @torch.no_grad()
@@ -136,7 +136,7 @@ class ShardBucket:
         self._arrival = self._exchange.sum_lines(self._filled(late), self._tag, self._what)
         for parameter in self._parameters:
             parameter.grad = None
-        self._gone = True
+        self._is_sent = True
 
     def collect(self, learn: bool) -> None:
         assert self._arrival is not None

@@ -33,13 +33,13 @@ class ShardUnit:
         offload: Offload,
     ) -> None:
         self.name, self.number, self.parameters = name, number, parameters
-        self._cargo = [
+        self._buffers = [
             UnitFlatBuffer(
                 {n: parameters[n] for n in names}, [cuts[n] for n in names], exchange, offload, TAG + 4 * number + i
             )
             for i, names in enumerate(_by_dtype(parameters))
         ]
-        self.shards = {name: shard for cargo in self._cargo for name, shard in cargo.shards.items()}
+        self.shards = {name: shard for buffer in self._buffers for name, shard in buffer.shards.items()}
         self._exchange = exchange
         self.holders = 0
         self.coming: list[Arrival] | None = None
@@ -56,31 +56,31 @@ class ShardUnit:
 
     def begin(self) -> list[Arrival]:
         """Start the all-gathers of the unit's rows; all ranks call this."""
-        return [cargo.gather() for cargo in self._cargo]
+        return [buffer.gather() for buffer in self._buffers]
 
     @torch.no_grad()
     def arrive(self) -> None:
         """Wait for the all-gathers and set the parameters to the whole tensors."""
         assert self.coming is not None
         arrivals, self.coming = self.coming, None
-        for cargo, arrival in zip(self._cargo, arrivals, strict=True):
-            self.wholes += cargo.unpack(arrival())
+        for buffer, arrival in zip(self._buffers, arrivals, strict=True):
+            self.wholes += buffer.unpack(arrival())
 
     def leave(self) -> None:
         self.wholes = []
-        for cargo in self._cargo:
-            cargo.leave()
+        for buffer in self._buffers:
+            buffer.leave()
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the whole parameters, which were changed equally on all ranks, into this rank's rows."""
-        for cargo in self._cargo:
-            cargo.write_back()
+        for buffer in self._buffers:
+            buffer.write_back()
 
     def stepped(self) -> None:
         """Update the flat buffers after the shards have changed."""
-        for cargo in self._cargo:
-            cargo.stepped()
+        for buffer in self._buffers:
+            buffer.stepped()
 
 
 class UnitFlatBuffer:
@@ -154,10 +154,10 @@ class UnitFlatBuffer:
 
 
 def _by_dtype(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    found: dict[torch.dtype, list[str]] = {}
+    result: dict[torch.dtype, list[str]] = {}
     for name, parameter in parameters.items():
-        found.setdefault(parameter.dtype, []).append(name)
-    return list(found.values())
+        result.setdefault(parameter.dtype, []).append(name)
+    return list(result.values())
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -77,7 +77,7 @@ class Shards:
         else:
             self._kept = ReplicatedParams(parameters, self._cuts, buckets, self.exchange, offload is not None)
             self.shards = self._kept.shards
-        self._trained = {key: [parameters[name] for names in mine for name in names] for key, mine in buckets.items()}
+        self._trained = {key: [parameters[name] for names in lists for name in names] for key, lists in buckets.items()}
         self._hand_over()
         self._reducers = self._make_reducers(buckets)
         if self._visits is not None:

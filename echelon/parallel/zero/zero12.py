@@ -30,9 +30,9 @@ class ReplicatedParams:
         self.shards = {name: self._shard(name, offload) for name in cuts}
         numbers = itertools.count()
         self._trained = {
-            key: [self._batch(names, next(numbers)) for names in mine] for key, mine in buckets.items()
+            key: [self._batch(names, next(numbers)) for names in lists] for key, lists in buckets.items()
         }  # by optimizer
-        trained = {name for mine in buckets.values() for names in mine for name in names}
+        trained = {name for lists in buckets.values() for names in lists for name in names}
         self._rest = [self._batch((name,), next(numbers)) for name in sorted(set(cuts) - trained)]
 
     def hand_round(self, optimizers: Iterable[str]) -> None:

@@ -189,7 +189,7 @@ class ParamGatherer:
     # ---- tensors saved by autograd ----
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
-        if not torch.is_grad_enabled() or _somebody_saves():
+        if not torch.is_grad_enabled() or _saves_tensors():
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -330,7 +330,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _somebody_saves() -> bool:
+def _saves_tensors() -> bool:
     """Return True if saved-tensor hooks are active already: our own, or those of a recomputation, which must run."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 

@@ -50,9 +50,9 @@ class ShardCollectives:
             return lambda: matrix[0]
         wait = waiting("sum of gradients", what, self._group)
         if self._pairs:
-            came = torch.empty_like(matrix)
-            swap = start_all_to_all(came, matrix, self._group, tag)
-            return lambda: _added(_after(swap, came, wait))
+            received = torch.empty_like(matrix)
+            swap = start_all_to_all(received, matrix, self._group, tag)
+            return lambda: _added(_after(swap, received, wait))
         if self._gloo:  # Gloo has no reduce-scatter for GPU tensors
             work = dist.all_reduce(matrix, group=self._group, async_op=True)
             return lambda: _after(work, matrix, wait)[self.me].clone()  # noqa: PLW0108 - the lambda delays the wait
@@ -65,13 +65,13 @@ class ShardCollectives:
         self.begun["gather"] += 1
         if self._gathering is None:
             return lambda: line[None]
-        came = line.new_empty((self.ranks, line.numel()))
+        received = line.new_empty((self.ranks, line.numel()))
         wait = waiting("gather of shards", what, self._gathering)
         if self._pairs:
-            rows = start_all_gather(came, line, self._gathering, tag)
-            return lambda: _after(rows, came, wait)
-        work = _all_gather(came.view(-1), line, group=self._gathering, async_op=True)
-        return lambda: _after(work, came, wait)
+            rows = start_all_gather(received, line, self._gathering, tag)
+            return lambda: _after(rows, received, wait)
+        work = _all_gather(received.view(-1), line, group=self._gathering, async_op=True)
+        return lambda: _after(work, received, wait)
 
     def tell(self, numbers: Tensor) -> Tensor:
         """Broadcast ``numbers`` from the first rank of the group, in place, and return them."""
@@ -81,9 +81,9 @@ class ShardCollectives:
         return numbers
 
 
-def _added(came: Tensor) -> Tensor:
-    total = came[0].clone()
-    for line in came[1:]:
+def _added(received: Tensor) -> Tensor:
+    total = received[0].clone()
+    for line in received[1:]:
         total.add_(line)
     return total
 

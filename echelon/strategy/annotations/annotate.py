@@ -141,13 +141,13 @@ def _check_mark(pattern: str, mark: Any) -> None:
 
 def _matching(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
     """Return the module names that ``pattern`` matches; raise UsageError if a number of a range has no module."""
-    found = []
+    result = []
     for each in _expanded(pattern):
         matches = [each] if each in names else [name for name in names if fnmatchcase(name, each)]
         if not matches:
             raise UsageError(f"annotate: no module is called '{each}'{_nearest(each, names)}")
-        found += matches
-    return found
+        result += matches
+    return result
 
 
 def _expanded(pattern: str) -> Iterator[str]:
@@ -204,9 +204,9 @@ class ModelMarks:
 
 def collect(model: nn.Module) -> ModelMarks:
     """Collect and check the marks on the modules of ``model``; a shared module counts once, under its first name."""
-    found = list(_outermost(model, "", {}, set()))
-    units = {name: mark.index for name, mark in found if isinstance(mark, Stage)}
-    pipelines = {id(mark): (name, mark) for name, mark in found if isinstance(mark, Pipeline)}
+    result = list(_outermost(model, "", {}, set()))
+    units = {name: mark.index for name, mark in result if isinstance(mark, Stage)}
+    pipelines = {id(mark): (name, mark) for name, mark in result if isinstance(mark, Pipeline)}
     if len(pipelines) > 1:
         raise UsageError(
             f"there are {len(pipelines)} pipelines, at {_quoted(name for name, _ in pipelines.values())}: a model has "
@@ -216,8 +216,8 @@ def collect(model: nn.Module) -> ModelMarks:
     _check_stages(units, chosen)
     return ModelMarks(
         units=units,
-        splits={name: mark for name, mark in found if isinstance(mark, Split)},
-        replicates=tuple(name for name, mark in found if isinstance(mark, Replicate)),
+        splits={name: mark for name, mark in result if isinstance(mark, Split)},
+        replicates=tuple(name for name, mark in result if isinstance(mark, Replicate)),
         pipeline=chosen,
         default=_default,
     )

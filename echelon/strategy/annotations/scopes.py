@@ -137,8 +137,8 @@ def _kind(mark: Any) -> str:
 
 def tags(module: nn.Module) -> tuple[Any, ...]:
     """Return the marks on this module itself."""
-    found: tuple[Any, ...] = module.__dict__.get(_TAGS, ())
-    return found
+    result: tuple[Any, ...] = module.__dict__.get(_TAGS, ())
+    return result
 
 
 def tag(module: nn.Module, mark: Any, name: str) -> None:
@@ -162,11 +162,11 @@ def is_same(one: Any, other: Any) -> bool:
 def _running() -> set[FrameType]:
     """Return all active stack frames of this thread."""
     frame: FrameType | None = sys._getframe(1)
-    found = set()
+    result = set()
     while frame is not None:
-        found.add(frame)
+        result.add(frame)
         frame = frame.f_back
-    return found
+    return result
 
 
 def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -36,10 +36,10 @@ def engine_rows(world: World, quick: bool) -> list[Row]:
     from echelon.planner.profiling.profile import profile
 
     batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    found = profile(_tiny(), batch, loss=mse_loss)
-    kernels = sum(unit.forward.launches + unit.backward.launches for unit in found.sheet(4).units)
+    result = profile(_tiny(), batch, loss=mse_loss)
+    kernels = sum(unit.forward.launches + unit.backward.launches for unit in result.sheet(4).units)
     replicas = Draft(batch=ROWS, replicate=world.size)
-    staged = Draft(batch=ROWS, stage=world.size, cuts=_even_cuts(len(found.names), world.size), schedule="gpipe")
+    staged = Draft(batch=ROWS, stage=world.size, cuts=_even_cuts(len(result.names), world.size), schedule="gpipe")
     ways = {
         "step": replicas,
         "micros": replicas.replaced(micro_batches=MANY),
@@ -48,13 +48,13 @@ def engine_rows(world: World, quick: bool) -> list[Row]:
         "actions": staged.replaced(micro_batches=2 + MANY),
         "deferred": staged.replaced(micro_batches=2 + MANY, schedule="zero-bubble"),
     }
-    if found.splits >= world.size:
+    if result.splits >= world.size:
         ways["split"] = Draft(batch=ROWS, split=world.size)
     steps = STEPS // 4 if quick else STEPS
-    units = sum(unit.weights > 0 for unit in found.sheet(4).units)
-    facts = {"kernels": kernels, "units": units, "messages": _messages(found, world.size)}
+    units = sum(unit.weights > 0 for unit in result.sheet(4).units)
+    facts = {"kernels": kernels, "units": units, "messages": _messages(result, world.size)}
     return [
-        {"what": what, **facts, "seconds": _seconds(world, found, draft, batch, steps)} for what, draft in ways.items()
+        {"what": what, **facts, "seconds": _seconds(world, result, draft, batch, steps)} for what, draft in ways.items()
     ]
 
 
@@ -76,7 +76,7 @@ def engine_figures(rows: Sequence[Row], launch: float, message: float = 0.0) -> 
     kernels, units = rows[0]["kernels"] * launch, rows[0]["units"]
     each_micro = (seconds["micros"] - seconds["step"]) / (MANY - 1)
     each_round = (seconds["actions"] - seconds["few actions"]) / MANY  # forward and backward of half of the model
-    found = {
+    result = {
         "step": seconds["step"] - kernels - max(0.0, each_micro - kernels),
         "micro": each_micro - kernels,
         "action": (each_round - kernels / 2) / 2,
@@ -84,8 +84,8 @@ def engine_figures(rows: Sequence[Row], launch: float, message: float = 0.0) -> 
         "unit": (seconds["gathers"] - seconds["step"]) / units / 2,  # each unit is gathered in forward and in backward
     }
     if "split" in seconds and rows[0]["messages"]:
-        found["split"] = (seconds["split"] - seconds["step"]) / rows[0]["messages"] - message
-    return {what: max(0.0, figure) for what, figure in found.items()}
+        result["split"] = (seconds["split"] - seconds["step"]) / rows[0]["messages"] - message
+    return {what: max(0.0, figure) for what, figure in result.items()}
 
 
 def _tiny() -> nn.Module:

@@ -40,25 +40,25 @@ def _stream_part(row: Row, streams: Curve, bandwidth: float) -> float:
 
 
 def _attentions(rows: Rows, peak: dict[str, float]) -> dict[str, Curve]:
-    found: Points = defaultdict(list)
+    result: Points = defaultdict(list)
     for row in _of(rows, "attention "):
         _, _, positions, width = row["shape"]
         name = f"{row['dtype']} causal" if row["causal"] else row["dtype"]
-        found[name].append((float(positions * width), row["flops"] / row["seconds"] / peak[row["dtype"]]))
-    return _curves(found)
+        result[name].append((float(positions * width), row["flops"] / row["seconds"] / peak[row["dtype"]]))
+    return _curves(result)
 
 
 def _convolutions(rows: Rows, peak: dict[str, float]) -> dict[str, Curve]:
     """Return the curves by dtype and ``sort_of``. Convolutions of equal FLOPs count with their mean time."""
-    found: Points = defaultdict(list)
+    result: Points = defaultdict(list)
     for row in _of(rows, "convolutions "):
         _, channels, _, _, size = row["shape"]
         groups = row.get("groups", 1)
         sort = sort_of((groups, 1, 1, channels // groups * size**2, channels // groups))
-        found[f"{row['dtype']} {sort}".strip()].append(
+        result[f"{row['dtype']} {sort}".strip()].append(
             (row["flops"], peak[row["dtype"]] * row["seconds"] / row["flops"])
         )
-    return {name: tuple((x, 1 / slow) for x, slow in curve) for name, curve in _curves(found).items()}
+    return {name: tuple((x, 1 / slow) for x, slow in curve) for name, curve in _curves(result).items()}
 
 
 def _of(rows: Rows, prefix: str) -> list[Row]:

@@ -29,7 +29,7 @@ def run_ranks(processes: int, quick: bool, *, engine: bool = False) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as directory:
         result = Path(directory) / "rows.json"
         command = [sys.executable, "-m", "echelon.tools.bench.rank_process", str(result)]
-        command += [f"--{name}" for name, asked in (("quick", quick), ("engine", engine)) if asked]
+        command += [f"--{name}" for name, requested in (("quick", quick), ("engine", engine)) if requested]
         port = free_ports(LOOPBACK, 1)[0]
         ranks: list[subprocess.Popen[bytes]] = []
         try:

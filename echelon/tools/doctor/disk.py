@@ -21,12 +21,12 @@ def room(directory: Path) -> Facts:
     directory.mkdir(parents=True, exist_ok=True)
     with _scratch(directory) as path:
         path.write_bytes(b"here")
-    found = os.statvfs(directory)
+    result = os.statvfs(directory)
     return {
-        "free": found.f_bavail * found.f_frsize,
-        "size": found.f_blocks * found.f_frsize,
-        "inodes": found.f_files,
-        "free_inodes": found.f_favail,
+        "free": result.f_bavail * result.f_frsize,
+        "size": result.f_blocks * result.f_frsize,
+        "inodes": result.f_files,
+        "free_inodes": result.f_favail,
     }
 
 

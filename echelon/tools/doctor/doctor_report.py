@@ -52,8 +52,8 @@ class DoctorReport:
         return [GLOO, NCCL] if on_gpu else [GLOO]
 
     def nics_by_host(self) -> dict[int, HostNics]:
-        found = {node: host_nics(facts) for node, facts in self.hosts.items()}
-        return {node: HostNics(self.name(node), one.nics, one.choices) for node, one in found.items()}
+        result = {node: host_nics(facts) for node, facts in self.hosts.items()}
+        return {node: HostNics(self.name(node), one.nics, one.choices) for node, one in result.items()}
 
     def part(self, name: str) -> Iterator[tuple[int, Facts]]:
         """Yield one named part of each host's facts, for the hosts whose check did not fail."""
@@ -78,11 +78,11 @@ class DoctorReport:
 
 def host_nics(host: Facts) -> HostNics:
     """Return the network interfaces of a host from its facts."""
-    found = host["network"]
+    result = host["network"]
     return HostNics(
         name_of(host),
-        [Nic(**nic) for nic in found.get("nics", [])],
-        [NicChoice(**choice) for choice in found.get("choices", [])],
+        [Nic(**nic) for nic in result.get("nics", [])],
+        [NicChoice(**choice) for choice in result.get("choices", [])],
     )
 
 

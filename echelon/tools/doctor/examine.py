@@ -49,19 +49,19 @@ class DoctorOptions:
 
 
 def main() -> None:
-    asked, place = _asked(sys.argv[1:]), detect_rank_info()
+    requested, place = _options(sys.argv[1:]), detect_rank_info()
     try:
         messages = open_message_store(place, STORE, os.environ.get(RESTART_COUNT, "0"))
     except PeerLost:
         time.sleep(START)  # rank 0 must report before the launcher stops it because of this rank's failure
         raise
-    code = Examination(asked, place, messages).run()
+    code = Examination(requested, place, messages).run()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     os._exit(code)  # a check may have left a hanging thread
 
 
-def _asked(words: list[str]) -> DoctorOptions:
+def _options(words: list[str]) -> DoctorOptions:
     parser = argparse.ArgumentParser(prog="echelon doctor")
     parser.add_argument("--checkpoint")
     parser.add_argument("--json")
@@ -72,9 +72,9 @@ def _asked(words: list[str]) -> DoctorOptions:
 class Examination:
     """The checks of one rank. Every rank runs the same steps; some are for leaders, and rank 0 collects the results."""
 
-    def __init__(self, asked: DoctorOptions, place: RankInfo, messages: MessageStore) -> None:
-        self._asked, self._place, self._messages = asked, place, messages
-        self._report = DoctorReport(place.world_size, asked.checkpoint, asked.quick, _where(place))
+    def __init__(self, options: DoctorOptions, place: RankInfo, messages: MessageStore) -> None:
+        self._options, self._place, self._messages = options, place, messages
+        self._report = DoctorReport(place.world_size, options.checkpoint, options.quick, _where(place))
         self._first, self._leader = place.rank == 0, place.local_rank == 0
         self._node = place.node_rank
 
@@ -104,8 +104,8 @@ class Examination:
         knocks = probe_hosts(cards)
         facts["routes"] = facts_of(partial(self._routes, cards, knocks), STEP)
         facts |= self._clock()
-        if self._asked.checkpoint is not None:
-            facts["disk"] = self._disk(Path(self._asked.checkpoint))
+        if self._options.checkpoint is not None:
+            facts["disk"] = self._disk(Path(self._options.checkpoint))
         self._messages.put(f"knocks/{self._node}", knocks)
         self._messages.put(f"host/{self._node}", facts)
         if self._first:
@@ -141,25 +141,25 @@ class Examination:
         return {"clock": measure_clock_offset(self._messages, self._node, STEP)}
 
     def _disk(self, directory: Path) -> Facts:
-        found = facts_of(partial(disk.room, directory), DISK)
+        result = facts_of(partial(disk.room, directory), DISK)
         mark = f".echelon-doctor-mark-{self._place.master_port}"
         if self._first:
             written = facts_of(partial(disk.leave_mark, directory, mark), DISK)
             self._messages.put("mark", FAILED not in written)
-        if self._messages.get("mark", STEP) and FAILED not in found:
-            found |= facts_of(lambda: {"shared": disk.sees_mark(directory, mark, SEEN)}, DISK)
+        if self._messages.get("mark", STEP) and FAILED not in result:
+            result |= facts_of(lambda: {"shared": disk.sees_mark(directory, mark, SEEN)}, DISK)
         self._messages.put(f"seen/{self._node}", True)
         if self._first:
             self._messages.gather("seen", self._nodes, STEP)
             facts_of(partial(disk.remove_mark, directory, mark), DISK)
-        if self._asked.quick or FAILED in found:
-            return found
-        return found | facts_of(partial(disk.speeds, directory), DISK)
+        if self._options.quick or FAILED in result:
+            return result
+        return result | facts_of(partial(disk.speeds, directory), DISK)
 
     # ---- steps of every rank ----
 
     def _measure_device(self) -> None:
-        if self._asked.quick:
+        if self._options.quick:
             return
         self._messages.get("looked", WHOLE)  # all ranks measure at the same time, as in training
         self._messages.put(f"speeds/{self._place.rank}", facts_of(partial(device_speeds, self._place), DEVICE))
@@ -178,7 +178,7 @@ class Examination:
         from echelon.tools.doctor.rank_measurements import talk
 
         ranks_of = {int(node): ranks for node, ranks in agreed["ranks_of"].items()}
-        found = facts_of(partial(talk, ranks_of, JOIN, self._asked.quick), JOIN + TALK)
+        found = facts_of(partial(talk, ranks_of, JOIN, self._options.quick), JOIN + TALK)
         self._messages.put(f"talked/{self._place.rank}", found)
         if self._first:
             self._take(self._messages.gather("talked", self._report.ranks, STEP))
@@ -208,8 +208,8 @@ class Examination:
         found = findings(self._report)
         with contextlib.suppress(BrokenPipeError):  # the reader, such as ``head``, has closed the pipe
             print(text_of(self._report, found), flush=True)
-        if self._asked.json is not None:
-            _write(Path(self._asked.json), asdict(self._report) | {"findings": [asdict(one) for one in found]})
+        if self._options.json is not None:
+            _write(Path(self._options.json), asdict(self._report) | {"findings": [asdict(one) for one in found]})
         self._messages.put("end", sum(one.wrong for one in found))
 
     def _end(self) -> int:

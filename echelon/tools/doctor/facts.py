@@ -74,20 +74,20 @@ def run_bounded(check: Callable[[], T], seconds: float) -> T:
 
     A check that hangs is left in its daemon thread.
     """
-    found: list[T] = []
+    result: list[T] = []
     broken: list[BaseException] = []
 
     def doing() -> None:
         try:
-            found.append(check())
+            result.append(check())
         except BaseException as error:
             broken.append(error)
 
     thread = threading.Thread(target=doing, daemon=True)
     thread.start()
     thread.join(seconds)
-    if found:
-        return found[0]
+    if result:
+        return result[0]
     if broken:
         raise CheckFailed(one_line(broken[0], 300, typed=True)) from broken[0]
     raise CheckFailed(f"did not end within {seconds:g} s")
@@ -158,8 +158,8 @@ def capacity(root: Path = Path("/")) -> Facts:
 
 def limits() -> Facts:
     """Return the soft limits (``None`` for unlimited) and the RDMA devices, which need locked memory."""
-    found: Facts = {name: _soft(number) for name, number in _LIMITS.items()}
-    return found | {"rdma": rdma_devices(Path("/sys/class/infiniband"))}
+    result: Facts = {name: _soft(number) for name, number in _LIMITS.items()}
+    return result | {"rdma": rdma_devices(Path("/sys/class/infiniband"))}
 
 
 def network_facts() -> Facts:
@@ -184,16 +184,16 @@ def port_range(path: Path) -> list[int] | None:
 def routes(addresses: dict[int, str]) -> dict[int, Facts]:
     """Return the route to each of the other hosts: destination address, interface and gateway."""
     table = Path("/proc/self/net/route").read_text(encoding="ascii")
-    found = {}
+    result = {}
     for host, address in addresses.items():
         way = None if ":" in address else network.route_to(address, table)
         inner = network.is_local(address)
-        found[host] = {
+        result[host] = {
             "to": address,
             "interface": "lo" if inner else way.interface if way else None,
             "gateway": way.gateway if way and not inner else None,
         }
-    return found
+    return result
 
 
 def machine_identity() -> str:
@@ -211,14 +211,14 @@ def container_kind() -> str | None:
 
 
 def os_name(release: str) -> str:
-    found = re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE)
-    return found[1] if found else platform.system()
+    match = re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE)
+    return match[1] if match else platform.system()
 
 
 def driver_version(text: str) -> str | None:
     """Return the version of the NVIDIA kernel driver, also if torch cannot use the driver; None without a driver."""
-    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
-    return found[1] if found else None
+    match = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
+    return match[1] if match else None
 
 
 def nccl_version() -> str | None:
@@ -228,8 +228,8 @@ def nccl_version() -> str | None:
 
 
 def available_memory(meminfo: str) -> float | None:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    return float(found[1]) * 1024 if found else None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    return float(match[1]) * 1024 if match else None
 
 
 def rdma_devices(directory: Path) -> list[str]:
@@ -238,10 +238,10 @@ def rdma_devices(directory: Path) -> list[str]:
 
 def _shared_memory() -> float | None:
     try:
-        found = os.statvfs("/dev/shm")
+        result = os.statvfs("/dev/shm")
     except OSError:
         return None
-    return float(found.f_blocks * found.f_frsize)
+    return float(result.f_blocks * result.f_frsize)
 
 
 def _soft(number: int) -> int | None:
@@ -267,12 +267,12 @@ def device_of(place: RankInfo) -> torch.device:
 def device_facts(place: RankInfo) -> Facts:
     device = device_of(place)
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    found: Facts = {"device": "CPU", "threads": torch.get_num_threads(), "affinity": ranges(allowed)}
+    result: Facts = {"device": "CPU", "threads": torch.get_num_threads(), "affinity": ranges(allowed)}
     if device.type != "cuda":
-        return found
+        return result
     free, total = torch.cuda.mem_get_info(device)
     facts = torch.cuda.get_device_properties(device)
-    return found | {
+    return result | {
         "device": facts.name,
         "index": device.index,
         "memory": total,
@@ -300,11 +300,11 @@ def device_speeds(place: RankInfo) -> Facts:
     clock = DeviceTimer(device, 0.04 if device.type == "cuda" else 0.1)
     side = _GPU_SIDE if clock.on_gpu else _CPU_SIDE
     stream = stream_row(clock, _GPU_STREAM if clock.on_gpu else _CPU_STREAM)
-    found: Facts = {"memory": stream["bytes"] / stream["seconds"]}
+    result: Facts = {"memory": stream["bytes"] / stream["seconds"]}
     for dtype in ("float32", "bfloat16"):
         row = product_row(clock, dtype, (1, side, side, side))
-        found[dtype] = row["flops"] / row["seconds"]
-    return found
+        result[dtype] = row["flops"] / row["seconds"]
+    return result
 
 
 # Removal of private data

@@ -32,8 +32,8 @@ Knocks = Mapping[int, Mapping[int, Mapping[str, str]]]
 
 def findings(report: DoctorReport) -> list[DoctorFinding]:
     """Return all findings without duplicates, errors first."""
-    found = [one for part in _PARTS for one in part(report)]
-    return sorted(dict.fromkeys(found), key=lambda one: not one.wrong)
+    result = [one for part in _PARTS for one in part(report)]
+    return sorted(dict.fromkeys(result), key=lambda one: not one.wrong)
 
 
 # Interfaces of hosts
@@ -48,32 +48,32 @@ def find_nic_problems(hosts: Mapping[int, HostNics], knocks: Knocks, used: Seque
 
     used: variables of the libraries that the job uses
     """
-    found = _closed(hosts, knocks)
+    result = _closed(hosts, knocks)
     if len(hosts) == 1:
         return [one for host in hosts.values() for one in _missing(host, [], used)]
     for number, host in hosts.items():
         callers = [other for other in hosts if other != number and not _walled(knocks, other, number)]
         good = [nic for nic in host.nics if callers and not _deaf(knocks, callers, number, nic.name)]
-        found += _missing(host, good, used)
+        result += _missing(host, good, used)
         for choice in host.choices:
             if choice.said is None and choice.variable not in used:
                 continue
             if choice.nic and (deaf := _deaf(knocks, callers, number, choice.nic)):
                 names = [hosts[other].name for other in deaf]
-                found.append(_unreachable(host, choice, names, good, choice.variable in used))
-    return found
+                result.append(_unreachable(host, choice, names, good, choice.variable in used))
+    return result
 
 
 def _closed(hosts: Mapping[int, HostNics], knocks: Knocks) -> list[DoctorFinding]:
     """Return findings for pairs of hosts between which no interface can be reached at all."""
-    found = []
+    result = []
     for source, target in ((a, b) for a in hosts for b in hosts if a != b and _walled(knocks, a, b)):
         why = [
             f"{nic.name} {nic.address}: {knocks[source][target][nic.name]}"
             for nic in hosts[target].nics
             if nic.name in knocks[source][target] and nic.name != "lo"
         ]
-        found.append(
+        result.append(
             DoctorFinding(
                 f"host {hosts[source].name} cannot connect to a fresh port of host {hosts[target].name} "
                 f"({listed(why) or 'it has no address'}); Gloo and NCCL take ports as they come: open all ports "
@@ -81,7 +81,7 @@ def _closed(hosts: Mapping[int, HostNics], knocks: Knocks) -> list[DoctorFinding
                 wrong=True,
             )
         )
-    return found
+    return result
 
 
 def _walled(knocks: Knocks, source: int, target: int) -> bool:

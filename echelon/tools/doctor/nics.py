@@ -157,7 +157,7 @@ def probe_hosts(cards: Mapping[int, Any]) -> dict[int, dict[str, str]]:
     calls = [(host, nic, *door, card["word"]) for host, card in cards.items() for nic, door in card["where"].items()]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(lambda call: probe_port(*call[2:]), calls))
-    found: dict[int, dict[str, str]] = {host: {} for host in cards}
+    result: dict[int, dict[str, str]] = {host: {} for host in cards}
     for (host, nic, *_), answer in zip(calls, answers, strict=True):
-        found[host][nic] = answer
-    return found
+        result[host][nic] = answer
+    return result

@@ -35,12 +35,12 @@ def talk(ranks_of: Mapping[int, Sequence[int]], seconds: float, quick: bool) -> 
     # NCCL's watchdog would end this process, and the report with it, when a collective takes too long
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     world = init(timeout=seconds)
-    found: Facts = {"backend": world.backend, "right": sums_right(world)}
+    result: Facts = {"backend": world.backend, "right": sums_right(world)}
     if quick:
-        return found
-    found |= all_together(world)
+        return result
+    result |= all_together(world)
     plan = steps(ranks_of)
-    return found | {"pairs": pair_rows(world, plan, PAIRS), "planned": sum(map(len, plan))}
+    return result | {"pairs": pair_rows(world, plan, PAIRS), "planned": sum(map(len, plan))}
 
 
 def host_rounds(hosts: Sequence[int]) -> list[list[Pair]]:
@@ -49,25 +49,25 @@ def host_rounds(hosts: Sequence[int]) -> list[list[Pair]]:
     This is the circle method of round-robin tournaments.
     """
     circle: list[int | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
-    found = []
+    result = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         couples = zip(circle[:half], reversed(circle[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in couples if a is not None and b is not None])
+        result.append([(min(a, b), max(a, b)) for a, b in couples if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
+    return result
 
 
 def steps(ranks_of: Mapping[int, Sequence[int]]) -> list[list[Pair]]:
     """Return steps of rank pairs to measure concurrently. Pairs of a step share no host, hence no bandwidth."""
     within = [(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]
-    found = [within] if within else []
+    result = [within] if within else []
     every = _is_few(ranks_of)
     for round_ in host_rounds(list(ranks_of)):
         columns = [_between(ranks_of[a], ranks_of[b], every) for a, b in round_]
         for step in range(max((len(column) for column in columns), default=0)):
-            found.append([column[step] for column in columns if step < len(column)])
-    return found
+            result.append([column[step] for column in columns if step < len(column)])
+    return result
 
 
 def _is_few(ranks_of: Mapping[int, Sequence[int]]) -> bool:
@@ -142,11 +142,11 @@ def _undisturbed(times: Sequence[float]) -> float:
 
 def _timed(world: World, doing: Callable[[], object], times: int) -> list[float]:
     doing()
-    found = []
+    result = []
     for _ in range(times):
         start = time.perf_counter()
         doing()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        found.append(time.perf_counter() - start)
-    return found
+        result.append(time.perf_counter() - start)
+    return result

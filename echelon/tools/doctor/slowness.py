@@ -51,12 +51,12 @@ def slow_ones(
     things: Mapping[Any, Mapping[str, Any]], measures: tuple[SpeedMetric, ...]
 ) -> dict[Any, dict[str, float]]:
     """Return, for each slow item, its slow figures and the factor by which they are worse than the median."""
-    found: dict[Hashable, dict[str, float]] = {}
+    result: dict[Hashable, dict[str, float]] = {}
     for measure in measures:
         values = {key: facts[measure.figure] for key, facts in things.items() if measure.figure in facts}
         for key, factor in slow(values, more_is_better=measure.more_is_better).items():
-            found.setdefault(key, {})[measure.figure] = factor
-    return found
+            result.setdefault(key, {})[measure.figure] = factor
+    return result
 
 
 def rank_speeds(report: DoctorReport) -> dict[int, dict[str, float]]:
@@ -69,13 +69,13 @@ def disk_speeds(report: DoctorReport) -> dict[int, dict[str, float]]:
 
 def slow_findings(report: DoctorReport) -> list[DoctorFinding]:
     ranks = slow_ones(rank_speeds(report), RANK)
-    found = [
+    result = [
         DoctorFinding(f"rank {rank} (host {report.name(report.ranks[rank]['node'])}) is slow: {_words(figures, RANK)}")
         for rank, figures in ranks.items()
     ]
-    found += _slow_links(report)
+    result += _slow_links(report)
     disks = slow_ones(disk_speeds(report), DISK)
-    return found + [
+    return result + [
         DoctorFinding(f"host {report.name(node)}: its disk is slow: {_words(of, DISK)}") for node, of in disks.items()
     ]
 
@@ -101,7 +101,7 @@ def slow_pairs(report: DoctorReport) -> dict[tuple[int, int], dict[str, float]]:
 
 def _slow_links(report: DoctorReport) -> list[DoctorFinding]:
     """Return findings for hosts that are slow to all, then for slow pairs of hosts, then for slow pairs of ranks."""
-    found = [
+    result = [
         DoctorFinding(f"host {report.name(node)}: its network is slow: {_words(figures, PAIR)} of the hosts")
         for node, figures in slow_hosts(report).items()
     ]
@@ -110,15 +110,15 @@ def _slow_links(report: DoctorReport) -> list[DoctorFinding]:
         if not slow_hosts(report).keys() & set(_nodes(report, pair)):
             links.setdefault(_nodes(report, pair), []).append(row)
     couples = slow_ones({nodes: _typical(rows) for nodes, rows in links.items()}, PAIR)
-    found += [
+    result += [
         DoctorFinding(f"the link between hosts {report.name(a)} and {report.name(b)} is slow: {_words(figures, PAIR)}")
         for (a, b), figures in couples.items()
     ]
     for pair, figures in slow_pairs(report).items():
         if _nodes(report, pair) not in couples:
             a, b = (f"{rank} (host {report.name(report.ranks[rank]['node'])})" for rank in pair)
-            found.append(DoctorFinding(f"the link between rank {a} and rank {b} is slow: {_words(figures, PAIR)}"))
-    return found
+            result.append(DoctorFinding(f"the link between rank {a} and rank {b} is slow: {_words(figures, PAIR)}"))
+    return result
 
 
 def _best(rows: list[Facts]) -> Facts:

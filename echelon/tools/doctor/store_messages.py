@@ -57,8 +57,8 @@ class MessageStore:
     def gather(self, kind: str, who: Iterable[int], seconds: float) -> dict[int, Any]:
         """Return the values of ``kind/N``, for each N of ``who``, that arrive within ``seconds``."""
         deadline = time.monotonic() + seconds
-        found = {number: self.get(f"{kind}/{number}", deadline - time.monotonic()) for number in who}
-        return {number: value for number, value in found.items() if value is not None}
+        result = {number: self.get(f"{kind}/{number}", deadline - time.monotonic()) for number in who}
+        return {number: value for number, value in result.items() if value is not None}
 
 
 def open_message_store(place: RankInfo, seconds: float, attempt: str) -> MessageStore:
@@ -115,6 +115,6 @@ def measure_clock_offset(messages: MessageStore, host: int, patience: float) -> 
     return {"ahead": ahead, "within": within}
 
 
-def clock_offset(asked: float, trip: float, remote_time: float) -> tuple[float, float]:
+def clock_offset(sent_at: float, trip: float, remote_time: float) -> tuple[float, float]:
     """Return (uncertainty, seconds ahead): the answer was given at some time during the round trip."""
-    return trip / 2, asked + trip / 2 - remote_time
+    return trip / 2, sent_at + trip / 2 - remote_time

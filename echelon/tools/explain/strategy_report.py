@@ -113,8 +113,10 @@ def _effects(strategy: Strategy) -> list[str]:
 
 def _changes(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> list[str]:
     implied = ["sync_batch_norm"] if model is not None and _shared_batch_norms(strategy, model, job) else []
-    found = [(pair, verdict) for pair, verdict in verdicts(strategy, implied) if isinstance(verdict, CombinationChange)]
-    return [f"{first} + {second}: {verdict.how}" for (first, second), verdict in found]
+    result = [
+        (pair, verdict) for pair, verdict in verdicts(strategy, implied) if isinstance(verdict, CombinationChange)
+    ]
+    return [f"{first} + {second}: {verdict.how}" for (first, second), verdict in result]
 
 
 def _sent(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> list[str]:

@@ -39,16 +39,16 @@ def find_footprint(profile: Profile, job: TrainingJob, optimizer: Given | str) -
     peaks = PeakEstimator(profile, optimizers)
     spread = peaks.spread(job)
     kept = kept_by_stage(spread.profile, spread.plan, samples_of(spread.draft))
-    found = [_of_place(spread, place, kept) for place in spread.places]
-    found.sort(key=lambda one: one.ranks)
+    result = [_of_place(spread, place, kept) for place in spread.places]
+    result.sort(key=lambda one: one.ranks)
     savings, refused = _savings(peaks, job, spread, optimizers)
-    most = max(found, key=lambda one: one.peak)
+    most = max(result, key=lambda one: one.peak)
     return dataclasses.replace(
         most,
         how=how_in_words(job, spread.plan),
         savings=savings,
         notes=(*_notes(spread), *refused),
-        each=tuple(found) if len(found) > 1 else (),
+        each=tuple(result) if len(result) > 1 else (),
     )
 
 
@@ -76,12 +76,12 @@ def _of_place(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedA
 def _rows(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> Iterator[ModuleBytes]:
     """Return one row per unit, and per module outside of units that holds memory, in the model's order."""
     units = [name for members in spread.profile.members for name in members if name]
-    found: dict[str, ModuleBytes] = {}
+    result: dict[str, ModuleBytes] = {}
 
     def add(name: str, **sizes: int) -> None:
         row = name if name == LOSS else next((unit for unit in units if _inside(name, unit)), name) or REST
-        before = found.get(row) or ModuleBytes(row, 0, 0, 0, 0, 0)
-        found[row] = dataclasses.replace(before, **{kind: getattr(before, kind) + of for kind, of in sizes.items()})
+        before = result.get(row) or ModuleBytes(row, 0, 0, 0, 0, 0)
+        result[row] = dataclasses.replace(before, **{kind: getattr(before, kind) + of for kind, of in sizes.items()})
 
     for name, held in place.resident.parameters.items():
         owner = name.rpartition(".")[0]
@@ -95,7 +95,7 @@ def _rows(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActiv
         for name, size in kept[stage].given.items():
             add(name, activations=round(parts * size))
     order = [*dict.fromkeys(next((u for u in units if _inside(n, u)), n) or REST for n in _modules(spread)), LOSS]
-    return (found[name] for name in order if name in found and any(dataclasses.astuple(found[name])[1:]))
+    return (result[name] for name in order if name in result and any(dataclasses.astuple(result[name])[1:]))
 
 
 def _counts(spread: JobMemory, place: RankGroupPeak, kept: Mapping[int, SavedActivations]) -> dict[int, int]:
@@ -115,7 +115,7 @@ def _savings(
     peaks: PeakEstimator, job: TrainingJob, spread: JobMemory, optimizers: Optimizers
 ) -> tuple[tuple[MemorySaving, ...], list[str]]:
     """Return the changes that lower the peak of the fullest rank, and notes on changes that are not possible."""
-    found, refused = [], []
+    result, refused = [], []
     for what, other in alternatives(job, spread.plan, optimizers):
         if isinstance(other, str):
             refused.append(f"{what} is left out: {other}")
@@ -126,8 +126,8 @@ def _savings(
             refused.append(f"{what} is left out: {str(error).partition('; ')[0]}")
             continue
         if lower > 0:
-            found.append(MemorySaving(what, lower))
-    return tuple(sorted(found, key=lambda saving: -saving.bytes)), refused
+            result.append(MemorySaving(what, lower))
+    return tuple(sorted(result, key=lambda saving: -saving.bytes)), refused
 
 
 def _notes(spread: JobMemory) -> Iterator[str]:
@@ -200,20 +200,20 @@ def alternatives(job: TrainingJob, plan: Plan, optimizers: Optimizers) -> Iterat
 
 
 def _changes(plan: Plan, optimizers: Optimizers) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = {}
+    result: dict[str, dict[str, object]] = {}
     if not plan.recompute and not plan.recompute_chains:
-        found["recompute"] = {"recompute": True}
+        result["recompute"] = {"recompute": True}
     if plan.amp is None:
-        found["amp bf16"] = {"amp": "bf16"}
+        result["amp bf16"] = {"amp": "bf16"}
     level = plan.shard.level if plan.shard else 0
     for higher in range(level + 1, 4) if plan.mesh["replicate"] > 1 else ():
-        found[f"shard {higher}"] = {"shard": Shard(level=higher)}  # type: ignore[arg-type]
+        result[f"shard {higher}"] = {"shard": Shard(level=higher)}  # type: ignore[arg-type]
     if plan.low_memory is None and all(type(each) in (Adam, AdamW) for each in optimizers.values()):
-        found["low_memory"] = {
+        result["low_memory"] = {
             "low_memory": LowMemory(),
             "amp": None if plan.amp is None or plan.amp.dtype == "bf16" else plan.amp,
         }
-    return found
+    return result
 
 
 def _marked(plan: Plan) -> list[str]:

@@ -72,8 +72,8 @@ def _recomputed(plan: Plan) -> tuple[Segments, tuple[str, ...]]:
     """Return the recomputed segments and chains of all stages."""
     grids = (MeshGroups(plan.mesh, plan.order, rank, ProcessGroups("gloo")) for rank in range(plan.ranks))
     first = {grid.coords["stage"]: grid for grid in grids}
-    found = [local_segments(plan, grid) for grid in first.values()]
-    return tuple(part for parts, _ in found for part in parts), tuple(name for _, names in found for name in names)
+    result = [local_segments(plan, grid) for grid in first.values()]
+    return tuple(part for parts, _ in result for part in parts), tuple(name for _, names in result for name in names)
 
 
 def _chain(model: nn.Module, name: str, kept: Mapping[str, int]) -> Segments:
@@ -103,10 +103,10 @@ def _pass(profile: Profile, plan: Plan, samples: int, segments: Segments) -> dic
         if plan.amp is not None:
             within_all.enter_context(torch.autocast("cpu", dtype=_AMP[plan.amp.dtype]))
         loss = profile.step(shadow.model, batch)
-        found = seen.by_stage()
+        result = seen.by_stage()
     del loss  # its graph kept the saved tensors alive up to here
     torch.clear_autocast_cache()
-    return found
+    return result
 
 
 def _narrow(model: nn.Module) -> None:
@@ -135,12 +135,12 @@ class _ActivationTracker:
 
     def by_stage(self) -> dict[int, SavedActivations]:
         self._settle(max(self._units.values(), default=0))
-        found: dict[int, SavedActivations] = {}
+        result: dict[int, SavedActivations] = {}
         for (stage, address), (owner, size, _) in self._kept.items():
             assert stage is not None
-            own = found.setdefault(stage, SavedActivations())
+            own = result.setdefault(stage, SavedActivations())
             (own.given if address in self._batch else own.made)[owner] += size
-        return found
+        return result
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -120,12 +120,12 @@ class JobPlanner:
         """
         if self._profile.device != "cuda" or job.saved is not None:
             return plan
-        asked = dataclasses.replace(requested_fast_path(job.strategy), graphs=False)
+        requested = dataclasses.replace(requested_fast_path(job.strategy), graphs=False)
         amp = job.strategy.amp if job.strategy.amp is not None else plan.amp
         traits = traits_of(
             plan, DeviceCapabilities(cuda=True, bf16=True, triton=True), self._profile.model, self._optimizers, False
         )
-        return with_fast_path(plan, decide(asked, amp, traits))
+        return with_fast_path(plan, decide(requested, amp, traits))
 
     def _record(self, pipeline: Pipeline, units: Mapping[str, int], count: int, rows: int) -> StageTrace:
         model = FakeModel(self._profile.model, []).model

@@ -34,8 +34,8 @@ def likely_cause(step: Mapping[str, Any], reference: Mapping[str, Any], replicas
             "Take the mean, or give Strategy(reduction=Reduction(op='sum'))"
         )
     for shares, whole in zip(step.get("passes", ()), reference.get("passes", ()), strict=False):
-        if found := _cause_of_pass(shares, whole, noisy):
-            return found
+        if result := _cause_of_pass(shares, whole, noisy):
+            return result
     return ""
 
 

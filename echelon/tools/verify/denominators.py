@@ -18,8 +18,8 @@ SHIFTED = "[:, 1:]"
 def denominators(batch: Any) -> dict[str, float]:
     """Return the possible denominators of the batch's loss by description, the most likely first."""
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
-    found = [each for name, leaf in leaves for each in _counts(name, leaf.detach())]
-    return {words: count for _, words, count in sorted(found, key=lambda each: each[0])}
+    result = [each for name, leaf in leaves for each in _counts(name, leaf.detach())]
+    return {words: count for _, words, count in sorted(result, key=lambda each: each[0])}
 
 
 def _counts(name: str, leaf: Tensor) -> Iterator[tuple[int, str, float]]:

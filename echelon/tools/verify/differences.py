@@ -39,14 +39,14 @@ def gradient_differences(own: Mapping[str, Tensor], reference: Mapping[str, Tens
     """
     scales = {name: _largest(value) for name, value in reference.items()}
     floor = FLOOR * max(scales.values(), default=0.0)
-    found: dict[str, TensorDifference] = {}
+    result: dict[str, TensorDifference] = {}
     for name in dict.fromkeys([*reference, *own]):
         if name not in own or name not in reference or own[name].shape != reference[name].shape:
-            found[name] = TensorDifference(math.inf, math.inf)
+            result[name] = TensorDifference(math.inf, math.inf)
             continue
         absolute = _largest(own[name].double() - reference[name].double())
-        found[name] = TensorDifference(absolute, _over(absolute, max(scales[name], floor)))
-    return found
+        result[name] = TensorDifference(absolute, _over(absolute, max(scales[name], floor)))
+    return result
 
 
 def weight_differences(
@@ -60,15 +60,15 @@ def weight_differences(
     floats = {name: value for name, value in reference.items() if value.is_floating_point() and value.numel()}
     scales = {name: _mean_size(value) for name, value in floats.items()}
     floor = FLOOR * max(scales.values(), default=0.0)
-    found: dict[str, TensorDifference] = {}
+    result: dict[str, TensorDifference] = {}
     for name, value in floats.items():
         if name not in own or own[name].shape != value.shape:
-            found[name] = TensorDifference(math.inf, math.inf)
+            result[name] = TensorDifference(math.inf, math.inf)
             continue
         apart = own[name].double() - value.double()
         apart = apart.masked_fill(left_out[name], 0.0) if name in left_out else apart
-        found[name] = TensorDifference(_largest(apart), _over(_mean_size(apart), max(scales[name], floor)))
-    return found
+        result[name] = TensorDifference(_largest(apart), _over(_mean_size(apart), max(scales[name], floor)))
+    return result
 
 
 def movement_differences(
@@ -86,7 +86,7 @@ def movement_differences(
     initial:  parameters before the first update
     left_out: masks of entries to ignore
     """
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, start in initial.items():
         if name not in own or own[name].shape != start.shape or name not in reference:
             continue  # ``weight_differences`` reports these
@@ -94,8 +94,8 @@ def movement_differences(
         far = _mean_size(apart.masked_fill(left_out[name], 0.0) if name in left_out else apart)
         digits = LAST_DIGITS * updates * torch.finfo(own[name].dtype).eps * _mean_size(reference[name])
         moved = max(_mean_size(one[name].double() - start.double()) for one in (own, reference))
-        found[name] = _over(far, moved) if far > digits else 0.0
-    return found
+        result[name] = _over(far, moved) if far > digits else 0.0
+    return result
 
 
 def rounding(own: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:

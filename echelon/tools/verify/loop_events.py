@@ -70,15 +70,15 @@ class RandomDrawMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if self.is_off:
-            return found
+            return result
         if name in _STRAY and _drops(name, tuple(args), kwargs or {}):
             self._draws.strayed(name)
         elif name in _MADE or name in FILLED:
-            return self._draws.drawn(found, name)
-        return found
+            return self._draws.drawn(result, name)
+        return result
 
 
 class LoopInputMode(RandomDrawMode):

@@ -24,9 +24,9 @@ class ModuleOutputSums:
     Names are in the order in which forwards end: a layer comes before the module that contains it.
     """
 
-    def __init__(self, model: nn.Module, speaks: bool = True) -> None:
+    def __init__(self, model: nn.Module, contributes: bool = True) -> None:
         """speaks: True if no other rank computes the same outputs; shards of split layers count in any case"""
-        self._model, self._speaks = model, speaks
+        self._model, self._contributes = model, contributes
         self._sums: dict[str, Tensor] = {}
 
     @contextlib.contextmanager
@@ -61,7 +61,7 @@ class ModuleOutputSums:
             return leaf.local
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):  # another stage computes it
             return None
-        return leaf if self._speaks and leaf.is_floating_point() else None
+        return leaf if self._contributes and leaf.is_floating_point() else None
 
     @torch.no_grad()
     def _add(self, name: str, leaves: Sequence[Tensor]) -> None:

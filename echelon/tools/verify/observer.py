@@ -37,9 +37,9 @@ class VerifyObserver(ABC):
 
     question: VerifyRequest
 
-    def terms(self, asked: DistributeArgs) -> DistributeArgs:
+    def terms(self, requested: DistributeArgs) -> DistributeArgs:
         """Return the arguments to use in place of those given to ``distribute()``."""
-        return asked
+        return requested
 
     def make_engine(self, planned: PlannedRun, batch: Any, early: EarlyCalls) -> Engine:
         """Create an engine that this object observes."""

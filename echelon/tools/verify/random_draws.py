@@ -31,8 +31,8 @@ def write_draws(question: VerifyRequest, call: int, replica: int, draws: Sequenc
 
 def read_draws(question: VerifyRequest, call: int, replica: int, device: torch.device) -> list[Draw]:
     path = _file(question, call, replica)
-    found: list[Any] = on_device(read_batch(path), device) if path.exists() else []
-    return [(name, drawn) for name, drawn in found]
+    result: list[Any] = on_device(read_batch(path), device) if path.exists() else []
+    return [(name, drawn) for name, drawn in result]
 
 
 class DrawWriter:

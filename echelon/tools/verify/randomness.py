@@ -20,14 +20,14 @@ _PARTS = frozenset(
 
 def disable_dropout(model: nn.Module) -> list[str]:
     """Switch dropout off in all modules and return the names of the modules that had any."""
-    found = []
+    result = []
     for name, module in model.named_modules():
         names = [part for part in _names(module) if _drops(vars(module).get(part))]
         for part in names:
             setattr(module, part, 0.0)
         if names:
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 def _names(module: nn.Module) -> frozenset[str]:
@@ -49,11 +49,11 @@ def measure_randomness(forward: Callable[[], Tensor], model: nn.Module, device: 
 
     def loss(seed: int) -> float:
         torch.manual_seed(seed)
-        found = float(forward().detach())
+        result = float(forward().detach())
         with torch.no_grad():
             for module, name, buffer, value in kept:
                 module._buffers[name] = buffer.copy_(value)
-        return found
+        return result
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         first, second = loss(1), loss(2)

@@ -87,15 +87,15 @@ class VerifyReplayer(VerifyObserver):
         self._counts: dict[str, float] = {}  # possible denominators of the global batch's loss
         self._doubts: dict[str, None] = {}  # reasons why the comparison is inconclusive (a dict as an ordered set)
 
-    def terms(self, asked: DistributeArgs) -> DistributeArgs:
+    def terms(self, requested: DistributeArgs) -> DistributeArgs:
         """Return the arguments for one process: only the settings that also apply to one process with the global batch.
 
         ``gradient_merge`` is taken from the ranks, because a script may divide it by the number of ranks.
         """
-        shared = {name: getattr(asked.strategy, name) for name in ("lars", "lamb", "clip")}
+        shared = {name: getattr(requested.strategy, name) for name in ("lars", "lamb", "clip")}
         merged = self._recorded["gradient_merge"]
-        if merged != asked.strategy.gradient_merge:
-            self._options = f"gradient_merge is {merged} on the ranks, {asked.strategy.gradient_merge} in one"
+        if merged != requested.strategy.gradient_merge:
+            self._options = f"gradient_merge is {merged} on the ranks, {requested.strategy.gradient_merge} in one"
         own = Strategy(**shared, gradient_merge=merged, amp=False, fast=False)
         return DistributeArgs(own, UNMARKED, plan=None, cluster=ALONE, elastic=None)
 
@@ -154,14 +154,14 @@ class VerifyReplayer(VerifyObserver):
         own = self.question.passes
         if not own:
             return None
-        found = find_accumulation(own, self._recorded["passes"], self._recorded["marks"])
-        if found is None:
+        result = find_accumulation(own, self._recorded["passes"], self._recorded["marks"])
+        if result is None:
             ranks = self._recorded["passes"][0]
             self.question.give_up(
                 f"an update adds up {own} losses in one process and {ranks} on the ranks; {ACCUMULATES}"
             )
-        self._options = f"an update adds up {found.ranks} losses on the ranks, {found.own} in one"
-        return found
+        self._options = f"an update adds up {result.ranks} losses on the ranks, {result.own} in one"
+        return result
 
     # ---- engine.step ----
 

@@ -81,14 +81,14 @@ class VerifyRecorder(VerifyObserver):
         if self._calls:
             self.question.refuse(BOTH)
         self._own_loop = True
-        self._loop.write(engine.replica if engine.speaks else None)
+        self._loop.write(engine.replica if engine.contributes else None)
         self._added += float(loss.detach())
         self._marks.append(len(self._loop.kinds))
         return loss
 
     def update(self, engine: VerifyEngine, optimizer: str | None, samples: float | None) -> None:
         own = [self._added, 1.0 if samples is None else samples, self._loop.rows, self._loop.counts]
-        known = [one for one in gather_from_ranks(engine, own if engine.speaks else None) if one]
+        known = [one for one in gather_from_ranks(engine, own if engine.contributes else None) if one]
         self._passes = [[share(loss, count, counts) for loss, count, _, counts in known]]
         if engine.plan.reduce_op == "sum":
             known = [[sum(loss for loss, *_ in known), 1.0, None, {}]]
@@ -122,10 +122,10 @@ class VerifyRecorder(VerifyObserver):
         except DataError as error:
             self.question.refuse(str(error))
         at, own_share = len(self._calls), engine.replica
-        if engine.speaks and count:
+        if engine.contributes and count:
             write_batch(self.question.file(f"batch-{at}-{own_share}.safetensors"), inputs)
         self._counts = denominators(inputs)
-        own = [own_share, count, engine.weighed] if engine.speaks else None
+        own = [own_share, count, engine.weighed] if engine.contributes else None
         self._calls.append(sorted(one for one in gather_from_ranks(engine, own) if one))
         return inputs, count
 
@@ -139,13 +139,13 @@ class VerifyRecorder(VerifyObserver):
 
     def loss(self, engine: VerifyEngine, global_loss: GlobalLoss | PipelineGlobalLoss, count: float) -> None:
         draws = self._draws.take()
-        if engine.speaks and count:
+        if engine.contributes and count:
             write_draws(self.question, len(self._calls) - 1, engine.replica, draws)
-        own = [float(global_loss.loss), count if engine.speaks else 0.0]
+        own = [float(global_loss.loss), count if engine.contributes else 0.0]
         counted = count if isinstance(global_loss, PipelineGlobalLoss) else float(global_loss.count)
         own_share = (
             [engine.replica, share(float(global_loss.local), counted, self._counts)]
-            if engine.speaks and count
+            if engine.contributes and count
             else None
         )
         shares = dict(each for each in gather_from_ranks(engine, own_share) if each)

@@ -95,11 +95,11 @@ class SampleReader:
         at = self._batches["read"]
         self._batches["read"] += 1
         paths = [_file(self._question, self._number, at, replica) for replica in range(self._replicas)]
-        found = [path.read_bytes() for path in paths if path.exists()]
-        if not found:
+        result = [path.read_bytes() for path in paths if path.exists()]
+        if not result:
             return None
-        whole = [sample for one in found for sample in pickle.loads(one)]
-        return GatheredBatch(self._batch(whole), [self._batch(pickle.loads(one)) for one in found])
+        whole = [sample for one in result for sample in pickle.loads(one)]
+        return GatheredBatch(self._batch(whole), [self._batch(pickle.loads(one)) for one in result])
 
     def _batch(self, samples: list[Any]) -> Any:
         with preserve_global_rng():

@@ -226,21 +226,21 @@ class _RunComparison:
 
     def parting(self, limits: VerifyTolerances) -> Divergence | None:
         """Return the first difference beyond ``limits``, in the order of computation, with its likely cause."""
-        found = self._parting(limits)
-        if found is None:
+        result = self._parting(limits)
+        if result is None:
             return None
-        planned, one = list(self._steps())[found.step - 1]
+        planned, one = list(self._steps())[result.step - 1]
         noisy = bool(self._reference["unrest"] or self._plan.get("stray") or self._reference.get("stray"))
-        return replace(found, cause=likely_cause(planned, one, self._plan["replicas"], noisy=noisy))
+        return replace(result, cause=likely_cause(planned, one, self._plan["replicas"], noisy=noisy))
 
     def _parting(self, limits: VerifyTolerances) -> Divergence | None:
         for name, far in self.outputs.items():
             if not far <= limits.outputs:  # "not <=" is also true for NaN
                 return Divergence(1, "outputs", name, self._kind(name), far)
         for at, (planned, one) in enumerate(self._steps()):
-            found = self._in_step(at, planned, one, limits)
-            if found is not None:
-                return found
+            result = self._in_step(at, planned, one, limits)
+            if result is not None:
+                return result
         return None
 
     def _in_step(

@@ -100,8 +100,8 @@ class VerifyEngine(Engine):
         super().update(optimizer, samples)
         self._samples = None
 
-    def _open_loader(self, asked: LoaderRequest) -> Loader:
-        return self.observer.loader(self.world, super()._open_loader(asked))
+    def _open_loader(self, request: LoaderRequest) -> Loader:
+        return self.observer.loader(self.world, super()._open_loader(request))
 
     def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor, factor: float) -> None:
         if self.observer.gradients(self, list(optimizers)):
@@ -124,9 +124,9 @@ class VerifyEngine(Engine):
     # ---- queries of the observer ----
 
     @property
-    def speaks(self) -> bool:
+    def contributes(self) -> bool:
         """True on the one rank that reports for its batch."""
-        return self._passes.speaks
+        return self._passes.contributes
 
     @property
     def replica(self) -> int:
@@ -161,22 +161,22 @@ class VerifyEngine(Engine):
 
         All ranks call it.
         """
-        held = self._parts.holdings
+        held = self._parts.local_state
         stepped = {name for key in optimizers for group in held.groups[key] for name in group}
         found = {n: value.grad for n, value in held.parameters.items() if n in stepped and value.grad is not None}
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
         own: dict[str, Tensor | Part] = {name: held.part(name, grad.detach()) for name, grad in dense.items()}
-        return put_together(own, held.speaks, self.world.control if self._holds_parts else None)
+        return put_together(own, held.contributes, self.world.control if self._holds_parts else None)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Return the full parameters and buffers by name, as ``whole_state`` does. All ranks call it."""
-        held = self._parts.holdings
+        held = self._parts.local_state
         with self._run.checker.explained(), self._replicas.shown():
             return whole_state(held, self.world.control, self._holds_parts)
 
     def held_sums(self) -> list[Held]:
         """Return the checksums of the parameters that this rank updates."""
-        held = self._parts.holdings
+        held = self._parts.local_state
         return [sums_of(name, held.part(name, value.detach())) for name, value in held.parameters.items()]
 
     @property
@@ -196,6 +196,6 @@ class DeferredVerifyEngine(DeferredEngine):
             batch, named = to_float64(batch), to_float64(named)
         return super().step(*batch, samples=samples, outputs=outputs, **named)
 
-    def _open_loader(self, asked: LoaderRequest) -> Loader:
-        loader = super()._open_loader(asked)
+    def _open_loader(self, request: LoaderRequest) -> Loader:
+        loader = super()._open_loader(request)
         return loader if self._engine is not None else self._observer.loader(self.world, loader)

@@ -28,17 +28,17 @@ class VerifyOptions:
         return self.script == "train" and not self.module and not Path(self.script).exists()
 
 
-def check_asked(asked: VerifyOptions) -> None:
+def check_asked(options: VerifyOptions) -> None:
     """Raise ``UsageError`` for options that cannot be compared. The check does not import torch."""
     from echelon.launcher.job import check_program
 
-    if Path(asked.script).is_dir() and not asked.module:
-        raise UsageError(f"'{asked.script}' is a directory; give a script")
-    if asked.steps < 1:
-        raise UsageError(f"--steps {asked.steps} compares nothing; give 1 or more")
-    if asked.tolerance is not None and not asked.tolerance > 0:
+    if Path(options.script).is_dir() and not options.module:
+        raise UsageError(f"'{options.script}' is a directory; give a script")
+    if options.steps < 1:
+        raise UsageError(f"--steps {options.steps} compares nothing; give 1 or more")
+    if options.tolerance is not None and not options.tolerance > 0:
         raise UsageError(
-            f"--tolerance {asked.tolerance:g} allows no rounding at all; give a number above 0, such as 1e-5"
+            f"--tolerance {options.tolerance:g} allows no rounding at all; give a number above 0, such as 1e-5"
         )
-    if not asked.is_of_the_zoo:
-        check_program(asked.script, asked.module)
+    if not options.is_of_the_zoo:
+        check_program(options.script, options.module)

@@ -135,10 +135,10 @@ def _test_files(request: Request) -> list[Path]:
     if pattern is None:
         return []
     home = folder(request, "click logs")
-    found = sorted(path for path in home.glob(pattern) if path.is_file())
-    if not found:
+    result = sorted(path for path in home.glob(pattern) if path.is_file())
+    if not result:
         raise DataError(f"no file in {home} matches --test_pattern '{pattern}'; check the pattern")
-    return found
+    return result
 
 
 # ---- UCI Adult
@@ -163,11 +163,11 @@ def open_adult(request: Request) -> Data:
 
 def _census(request: Request, part: str) -> CtrFiles:
     home = folder(request, "adult-train.csv.gz and adult-test.csv.gz")
-    found = [path for name in (f"adult-{part}.csv.gz", f"adult-{part}.csv") if (path := home / name).is_file()]
-    if not found:
+    result = [path for name in (f"adult-{part}.csv.gz", f"adult-{part}.csv") if (path := home / name).is_file()]
+    if not result:
         raise DataError(f"{home} has no adult-{part}.csv.gz; put UCI Adult's {part} part there under that name")
     return CtrFiles(
-        found[:1],
+        result[:1],
         format="csv",
         names=ADULT,
         positive=(">50K", ">50K."),

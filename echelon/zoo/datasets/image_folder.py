@@ -120,11 +120,11 @@ def _classes(folder: Path, what: str) -> dict[str, int]:
 
 
 def _same_classes(folder: Path, classes: dict[str, int], what: str) -> dict[str, int]:
-    found = _classes(folder, what)
-    for name in found:
+    result = _classes(folder, what)
+    for name in result:
         if name not in classes:
             raise DataError(f"{what}: {folder / name} is a class that {TRAIN}/ does not have; remove or add it")
-    return {name: classes[name] for name in found}
+    return {name: classes[name] for name in result}
 
 
 def _files(
@@ -136,8 +136,8 @@ def _files(
     for name, label in classes.items():
         found = _pictures(folder / name, pattern)
         if not found:
-            asked = f" that fit '{pattern}'" if pattern else ""
-            raise DataError(f"{what}: class folder {folder / name} has no pictures{asked}; fill it or remove it")
+            fitting = f" that fit '{pattern}'" if pattern else ""
+            raise DataError(f"{what}: class folder {folder / name} has no pictures{fitting}; fill it or remove it")
         start = (folder / name).relative_to(root)
         names += [str(start / file) for file in found]
         labels += [label] * len(found)

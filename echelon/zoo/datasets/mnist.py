@@ -40,9 +40,9 @@ def _image_files(folder: Path, pattern: str | None) -> tuple[Path, Path | None]:
     names = sorted(path.name for path in folder.iterdir() if IMAGES.search(path.name))
     names = [name for name in names if pattern is None or fnmatch.fnmatch(name, pattern)]
     if not names:
-        asked = f" that fits '{pattern}'" if pattern else ""
+        fitting = f" that fits '{pattern}'" if pattern else ""
         raise DataError(
-            f"mnist: {folder} has no file of images{asked}; put train-images-idx3-ubyte(.gz) and its labels there"
+            f"mnist: {folder} has no file of images{fitting}; put train-images-idx3-ubyte(.gz) and its labels there"
         )
     tests = [name for name in names if TEST.search(name)]
     trains = [name for name in names if name not in tests]

@@ -74,15 +74,15 @@ class ContextWindows:
         context = len(self._tokens)
         self._tokens += tokens
         for question in paragraph.questions:
-            asked = self._vocabulary.encode_with_places(question.text)[0][: self._question]
+            question_tokens = self._vocabulary.encode_with_places(question.text)[0][: self._question]
             begin = len(self._tokens)
-            self._tokens += asked
-            room = self._length - 3 - len(asked)
+            self._tokens += question_tokens
+            room = self._length - 3 - len(question_tokens)
             answer = _answer(question, places)
             for at in window_starts(len(tokens), room, self._stride):
                 size = min(room, len(tokens) - at)
-                self._spans.append((begin, len(asked), context + at, size))
-                self._targets.append(_inside(answer, at, size, len(asked) + 2))
+                self._spans.append((begin, len(question_tokens), context + at, size))
+                self._targets.append(_inside(answer, at, size, len(question_tokens) + 2))
 
 
 def window_starts(length: int, room: int, stride: int) -> list[int]:

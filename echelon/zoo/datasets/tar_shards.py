@@ -94,19 +94,19 @@ def catalogue(paths: list[Path], folder: Path) -> ImageCatalogue:
 
 
 def _members(path: Path) -> TarIndex:
-    found, size = TarIndex(), path.stat().st_size
+    result, size = TarIndex(), path.stat().st_size
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                _note(found, tar, member, path, size)
+                _note(result, tar, member, path, size)
             end = tar.offset
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{path} is no whole tar file ({error}); fetch it again") from None
     _need_end(path, end, size)
-    unlabelled = next((key for key in found.places if key not in found.labels), None)
+    unlabelled = next((key for key in result.places if key not in result.labels), None)
     if unlabelled is not None:
         raise DataError(f"{path} has a picture {unlabelled} without {unlabelled}.cls; each needs its label beside it")
-    return found
+    return result
 
 
 def _note(found: TarIndex, tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, size: int) -> None:

@@ -135,11 +135,11 @@ class BertPretraining(Encoder):
     ) -> tuple[Tensor, Tensor]:
         x = self.encode(tokens, segments, mask)
         if isinstance(tokens, Packed):
-            asked = x.index_select(0, positions)
+            requested = x.index_select(0, positions)
         else:
-            asked = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
+            requested = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
         follows: Tensor = self.next_sentence(torch.tanh(self.pooler(first_tokens(x, tokens))))
-        return self.guess(asked), follows
+        return self.guess(requested), follows
 
 
 class BertClassifier(Encoder):

@@ -58,16 +58,16 @@ def from_hugging_face(state: Mapping[str, Tensor], heads: int | None = None) -> 
 
     heads: number of heads per layer, which the weights do not determine; by default heads are 64 wide, as published
     """
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, value in state.items():
         bare = name.removeprefix("bert.")
         if bare not in _UNTRAINED:
-            found[_ours(name, bare)] = value
-    for name in [name for name in found if ".attention.q." in name]:
-        _fuse(found, name, heads)
-    if "guess.words.bias" in found:  # the weight is tied: many files have it only once
-        found.setdefault("guess.words.weight", found["embeddings.words.weight"])
-    return found
+            result[_ours(name, bare)] = value
+    for name in [name for name in result if ".attention.q." in name]:
+        _fuse(result, name, heads)
+    if "guess.words.bias" in result:  # the weight is tied: many files have it only once
+        result.setdefault("guess.words.weight", result["embeddings.words.weight"])
+    return result
 
 
 def sizes_from_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,12 +85,12 @@ def sizes(request: Request, name: str) -> list[int]:
     """Return the widths of layers, given as '256,128'; an empty text means no layer."""
     text = str(request[name])
     try:
-        found = [int(part) for part in text.split(",") if part.strip()]
+        result = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        found = [0]
-    if any(size < 1 for size in found):
+        result = [0]
+    if any(size < 1 for size in result):
         raise UsageError(f"--{name} '{text}': expected the sizes of layers, such as '256,128'")
-    return found
+    return result
 
 
 def network(inputs: int, widths: Sequence[int], dropout: float = 0.0) -> nn.Sequential:

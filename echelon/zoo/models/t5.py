@@ -66,8 +66,8 @@ def _bucket(ahead: Tensor, causal: bool) -> Tensor:
     exact = count // 2
     growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(FAR / exact)
     far = (exact + (growth * (count - exact)).long()).clamp(max=count - 1)
-    found = torch.where(distance < exact, distance, far)
-    return found if causal else found + count * (ahead > 0)
+    result = torch.where(distance < exact, distance, far)
+    return result if causal else result + count * (ahead > 0)
 
 
 class T5SelfAttention(nn.Module):

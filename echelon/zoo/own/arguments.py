@@ -78,13 +78,13 @@ def read_arguments(make: Callable[..., Any], place: str, besides: Collection[str
 
 def _arguments(make: Callable[..., Any], place: str) -> list[inspect.Parameter]:
     try:
-        found = inspect.signature(make).parameters.values()
+        result = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):
         raise UsageError(f"{place}: its arguments cannot be read; write a function around it") from None
-    unnamed = [one.name for one in found if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]
+    unnamed = [one.name for one in result if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]
     if unnamed:
         raise UsageError(f"{place}: its argument '{unnamed[0]}' has no name that a caller can use; give it one")
-    return [one for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return [one for one in result if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
 
 
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:

@@ -23,11 +23,11 @@ _PARTS: dict[str, tuple[Any, Any]] = {"train": (True, False), "split": ("train",
 
 def own_dataset(place: str) -> Dataset:
     """Return the entry of ``file.py:Name``, which is a class or function that makes data, or a ``zoo.Dataset``."""
-    found = found_at(place, "--dataset_name")
-    if isinstance(found, Dataset):
-        return found
-    part = _part_argument(found)
-    arguments = read_arguments(found, place, besides=[part] if part else [])
+    result = found_at(place, "--dataset_name")
+    if isinstance(result, Dataset):
+        return result
+    part = _part_argument(result)
+    arguments = read_arguments(result, place, besides=[part] if part else [])
 
     def open_own(request: Request) -> Data:
         return _opened(arguments, part, request, place)
@@ -35,7 +35,7 @@ def own_dataset(place: str) -> Dataset:
     return Dataset(
         name=short_name(place),
         open=open_own,
-        tasks=declared_tasks(found, place, first="classify"),
+        tasks=declared_tasks(result, place, first="classify"),
         about=f"your own, of {place}",
         settings=arguments.settings,
         defaults=arguments.defaults,

@@ -16,8 +16,8 @@ Loss = Callable[[Any, Any], Tensor]
 
 def own_loss(place: str) -> Loss:
     """Return the function of (output, target) at ``place``."""
-    found = found_at(place, "--loss_name")
-    return _checked(found() if isinstance(found, type) else found, place)  # torch's losses are classes
+    result = found_at(place, "--loss_name")
+    return _checked(result() if isinstance(result, type) else result, place)  # torch's losses are classes
 
 
 def loss_of_class(make: Any, place: str) -> Loss | None:

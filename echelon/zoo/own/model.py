@@ -14,11 +14,11 @@ from echelon.zoo.tasks import OWN
 
 def own_model(place: str) -> Model:
     """Return the entry of ``file.py:Name``, which is a class or function that makes a module, or a ``zoo.Model``."""
-    found = found_at(place, "--model_name")
-    if isinstance(found, Model):
-        return found
-    arguments, loss = read_arguments(found, place), loss_of_class(found, place)
-    tasks = declared_tasks(found, place, first=OWN if loss else "classify")
+    result = found_at(place, "--model_name")
+    if isinstance(result, Model):
+        return result
+    arguments, loss = read_arguments(result, place), loss_of_class(result, place)
+    tasks = declared_tasks(result, place, first=OWN if loss else "classify")
 
     def build(request: Request) -> nn.Module:
         network = arguments.call(request)

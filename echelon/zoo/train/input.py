@@ -87,14 +87,14 @@ class InputWaitTimer:
     def around(self, loader: Loader) -> Iterator[Any]:
         """Yield the batches of one epoch of the loader and measure the waits."""
         is_first, self._loader = self._loader is None, loader
-        batches, asked = iter(loader), time.perf_counter()
+        batches, requested = iter(loader), time.perf_counter()
         for batch in batches:
             got = time.perf_counter()
-            self._note(0.0 if is_first else got - asked, 0.0 if is_first else got - asked)
+            self._note(0.0 if is_first else got - requested, 0.0 if is_first else got - requested)
             is_first = False
             yield batch
-            asked = time.perf_counter()
-            self._note(0.0, asked - got)
+            requested = time.perf_counter()
+            self._note(0.0, requested - got)
 
     @property
     def share(self) -> float:

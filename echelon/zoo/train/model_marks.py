@@ -38,11 +38,11 @@ def asked_marks(entry: Model, request: Request) -> dict[str, list[Any]]:
     return marks
 
 
-def _split(entry: Model, asked: str | None) -> list[tuple[str, list[Any]]]:
-    if asked is None:
+def _split(entry: Model, requested: str | None) -> list[tuple[str, list[Any]]]:
+    if requested is None:
         return []
-    if asked != "model":
-        return [(pattern.strip(), [split()]) for pattern in asked.split(",")]
+    if requested != "model":
+        return [(pattern.strip(), [split()]) for pattern in requested.split(",")]
     if not entry.split:
         raise UsageError(f"--split model: {entry.name} advises no split; name modules: --split head")
     return [(name, list(own) if isinstance(own, list) else [own]) for name, own in entry.split.items()]

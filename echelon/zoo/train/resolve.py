@@ -53,16 +53,16 @@ class TrainConfig:
         """The requested task, or else the first task of the model for which the data set provides batches."""
         able = self.model.tasks.get(self["task_type"], ())
         both = [task for task in able if task in self.dataset.tasks]
-        asked = self["task"]
-        if asked is not None and asked not in both:
-            raise UsageError(f"--task {asked}: {self._pair} can learn {_listed(both)}")
+        requested = self["task"]
+        if requested is not None and requested not in both:
+            raise UsageError(f"--task {requested}: {self._pair} can learn {_listed(both)}")
         if not both:
             fed = _listed(self.dataset.tasks)
             raise UsageError(
                 f"{self.model.name} ({self['task_type']}) learns {_listed(able)}; data set '{self.dataset.name}' is "
                 f"for {fed}; choose another data set (see 'echelon zoo list')"
             )
-        return str(asked or both[0])
+        return str(requested or both[0])
 
     @property
     def request(self) -> Request:
@@ -159,15 +159,15 @@ def _sorted_file(
 def _chosen(flags: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[Model, Dataset]:
     """Return the model and the data set, which determine the other parameters."""
 
-    def asked(name: str) -> Any:
+    def given_or_default(name: str) -> Any:
         return flags.get(name, written.get(name))
 
-    runner = asked("runner_name")
+    runner = given_or_default("runner_name")
     if runner is not None and runner not in registry.RUNNERS:
         raise UsageError(f"there is no runner '{runner}'{nearest(str(runner), registry.RUNNERS)}")
     default = registry.RUNNERS[runner] if runner else _common()["model_name"].default
-    model_name = str(asked("model_name") or default)
-    dataset_name = str(asked("dataset_name") or _common()["dataset_name"].default)
+    model_name = str(given_or_default("model_name") or default)
+    dataset_name = str(given_or_default("dataset_name") or _common()["dataset_name"].default)
     _require_names([*written, *flags], model_name, dataset_name)
     model = registry.model(model_name)
     if runner is not None and model.runner not in (runner, OWN_RUNNER):

@@ -123,23 +123,23 @@ class TrainingRun:
     def _conclude(self, speed: float | None) -> None:
         """Evaluate, save and print the results; the last line is JSON for scripts."""
         trained = None if self._loss is None else float(self._loss)
-        judged = self.evaluate()
+        scores = self.evaluate()
         saved = self.engine.save(wait=True)
         if speed is not None:
             self.say(self._waiting.line(speed, TASKS[self.request.task].unit))
         self.engine.close()
         if echelon.is_first_worker():
             sys.stderr.flush()
-            print(final_line(self._summary(trained, judged, speed, saved)), flush=True)
+            print(final_line(self._summary(trained, scores, speed, saved)), flush=True)
 
     def _summary(
-        self, trained: float | None, judged: Mapping[str, float], speed: float | None, saved: Path
+        self, trained: float | None, scores: Mapping[str, float], speed: float | None, saved: Path
     ) -> dict[str, Any]:
         return {
             "model": self.resolved.model.name,
             "dataset": self.resolved.dataset.name,
             "final_loss": trained,
-            **{("test_loss" if name == "loss" else name): value for name, value in judged.items()},
+            **{("test_loss" if name == "loss" else name): value for name, value in scores.items()},
             "examples_per_s": speed,
             "steps": self.steps,
             "checkpoint": str(saved),

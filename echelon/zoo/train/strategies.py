@@ -17,20 +17,20 @@ from echelon.zoo.train.unused_parameters import unused_loss_scale
 
 def asked_strategy(resolved: TrainConfig) -> Strategy:
     """Return the strategy that the user requested; raise UsageError if options conflict."""
-    asked = Strategy.from_dict(_values(resolved))
-    shard = asked.part(Shard)
+    requested = Strategy.from_dict(_values(resolved))
+    shard = requested.part(Shard)
     cutting = {
         "--stages": resolved["stages"] > 1,
         "--split": resolved["split"],
         "--marks": resolved["marks"],
-        "--auto": asked.auto,
+        "--auto": requested.auto,
         "--plan": PLAN in os.environ,
         "--shard 3": shard and shard.level == 3,
     }
     named = next((flag for flag, is_on in cutting.items() if is_on), None)
     if resolved["compile"] and named:  # a compiled model is one graph, whose layers cannot be separated
         raise UsageError(f"--compile does not go with {named}, which divides the model; leave one of them out")
-    return asked
+    return requested
 
 
 def _values(resolved: TrainConfig) -> dict[str, Any]:
@@ -85,22 +85,22 @@ def make_strategy(resolved: TrainConfig, device: torch.device) -> tuple[Strategy
 
 def _made(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[str]]:
     values, notices = _values(resolved), list[str]()
-    asked = asked_strategy(resolved)
-    if resolved["max_gradient_norm"] is not None and asked.clip is None:
+    requested = asked_strategy(resolved)
+    if resolved["max_gradient_norm"] is not None and requested.clip is None:
         notices.append(f"max_gradient_norm {resolved['max_gradient_norm']} is ignored: the plan decides about clipping")
     if not resolved["use_fp16"] or "amp" in values or PLAN in os.environ:
-        return asked, notices
+        return requested, notices
     if device.type != "cuda":
         notices.append("use_fp16 is for GPUs and is ignored on this CPU; --amp bf16 gives 16 bits here too")
-        return asked, notices
-    if asked.auto is not None:
+        return requested, notices
+    if requested.auto is not None:
         values["auto"] = _allowing_amp(values["auto"])
         return Strategy.from_dict(values), notices
     try:
         return Strategy.from_dict({**values, "amp": _sixteen_bits(resolved["loss_scale"])}), notices
     except UsageError as error:
         notices.append(f"use_fp16 is ignored: {error}")
-        return asked, notices
+        return requested, notices
 
 
 def _sixteen_bits(loss_scale: str) -> Any:

@@ -43,15 +43,15 @@ def mask_words(made: TokenBatch, seeds: Seeds, *, most: int, mask: int, others: 
     """
     rows, length = made.tokens.shape
     draws = chain_each(seeds[:, None], np.arange(length + 2 * most)[None])
-    positions, asked = _choose(draws[:, :length], made.ordinary, most)
+    positions, is_label = _choose(draws[:, :length], made.ordinary, most)
     labels = np.take_along_axis(made.tokens, positions, 1)
     fate = draws[:, length : length + most] / 2.0**64
     others = others[draws[:, length + most :] % np.uint64(len(others))]
     shown = np.where(fate < HIDDEN, mask, np.where(fate < HIDDEN + CHANGED, others, labels))
     tokens = made.tokens.copy()
-    row = np.broadcast_to(np.arange(rows)[:, None], asked.shape)
-    tokens[row[asked], positions[asked]] = shown[asked]
-    return MaskedTokens(tokens, positions, np.where(asked, labels, IGNORED))
+    row = np.broadcast_to(np.arange(rows)[:, None], is_label.shape)
+    tokens[row[is_label], positions[is_label]] = shown[is_label]
+    return MaskedTokens(tokens, positions, np.where(is_label, labels, IGNORED))
 
 
 def _choose(draws: Seeds, ordinary: NDArray[np.bool_], most: int) -> tuple[Numbers, NDArray[np.bool_]]:
@@ -62,9 +62,9 @@ def _choose(draws: Seeds, ordinary: NDArray[np.bool_], most: int) -> tuple[Numbe
     places = np.full((rows, most), length)
     nearest = np.argsort(np.where(ordinary, draws, np.uint64(2**64 - 1)), axis=1)[:, :most]
     places[:, : nearest.shape[1]] = nearest
-    asked = np.arange(most)[None] < wanted[:, None]
-    places = np.sort(np.where(asked, places, length), axis=1)  # invalid positions are last
-    return np.where(asked, places, 0), asked
+    is_label = np.arange(most)[None] < wanted[:, None]
+    places = np.sort(np.where(is_label, places, length), axis=1)  # invalid positions are last
+    return np.where(is_label, places, 0), is_label
 
 
 class MaskedRows:

@@ -54,10 +54,10 @@ def _labelled(batch: tuple[Any, ...], multiple: int) -> tuple[Any, ...]:
 def _masked(batch: tuple[Any, ...], multiple: int) -> tuple[Any, ...]:
     tokens, segments, mask, positions, (labels, follows) = batch
     row, segments = _unpadded(tokens, segments, mask, multiple)
-    asked = labels != IGNORED
-    places = (row.begins[:, None] + positions)[asked]
-    counts = asked.sum(1).tolist()
-    words = pack_concatenated(labels[asked], counts, multiple=ASKED_MULTIPLE, longest=labels.shape[1], fill=IGNORED)
+    is_label = labels != IGNORED
+    places = (row.begins[:, None] + positions)[is_label]
+    counts = is_label.sum(1).tolist()
+    words = pack_concatenated(labels[is_label], counts, multiple=ASKED_MULTIPLE, longest=labels.shape[1], fill=IGNORED)
     places = pack_concatenated(places, counts, multiple=ASKED_MULTIPLE, longest=labels.shape[1]).values
     return row, segments, None, places, (words, follows)
 
@@ -77,18 +77,18 @@ def packing(data: Data, request: Request, device: torch.device, *, planned: bool
     """
     if "pack" not in request.values:
         return data
-    asked: bool | None = request["pack"]
-    if asked is False or (asked is None and device.type != "cuda"):
+    requested: bool | None = request["pack"]
+    if requested is False or (requested is None and device.type != "cuda"):
         return data
     if reason := _not_packed(data, request, planned):
-        if asked:
+        if requested:
             raise UsageError(f"--pack true: {reason}; leave it out")
         return data
     if isinstance(data.train, PackedDocuments):
         return data
     rows = data.train.rows
     mean = float(rows.used().mean())
-    if asked is None and mean >= WORTH * rows.length:
+    if requested is None and mean >= WORTH * rows.length:
         return data
     about = f"{data.about}; packed without padding: {mean:.0f} of {rows.length} tokens on average (--pack false: rows)"
     return replace(

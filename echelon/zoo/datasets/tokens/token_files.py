@@ -30,10 +30,10 @@ def find(request: Request, pattern: str, what: str) -> list[Path]:
     if path.is_file():
         return [path]
     pattern = request.get("file_pattern", pattern)
-    found = sorted(file for file in path.glob(pattern) if file.is_file())
-    if not found:
+    result = sorted(file for file in path.glob(pattern) if file.is_file())
+    if not result:
         raise DataError(f"no file in {path} matches '{pattern}'; there is {_some(path)}: set --file_pattern")
-    return found
+    return result
 
 
 def find_part(request: Request, patterns: Sequence[str], what: str) -> list[Path]:
@@ -42,17 +42,17 @@ def find_part(request: Request, patterns: Sequence[str], what: str) -> list[Path
     if path.is_file():
         raise DataError(f"--dataset_dir {path} is a file; give the folder with {what}")
     for pattern in patterns:
-        if found := sorted(file for file in path.glob(pattern) if file.is_file()):
-            return found
+        if result := sorted(file for file in path.glob(pattern) if file.is_file()):
+            return result
     return []
 
 
 def need_part(request: Request, patterns: Sequence[str], what: str) -> list[Path]:
-    found = find_part(request, patterns, what)
-    if not found:
+    result = find_part(request, patterns, what)
+    if not result:
         path = folder(request, what)
         raise DataError(f"{path} has no {' or '.join(patterns)}; there is {_some(path)}: give a folder with {what}")
-    return found
+    return result
 
 
 def read_text(path: Path) -> str:
@@ -74,16 +74,16 @@ def read_json(path: Path) -> Any:
 
 def read_objects(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the objects of a JSON list, or of a file with one object per line, each with its number from 1."""
-    found: list[tuple[int, Any]]
+    result: list[tuple[int, Any]]
     if path.suffix == ".json" and read_text(path).lstrip().startswith("["):
-        found = list(enumerate(read_json(path), 1))
+        result = list(enumerate(read_json(path), 1))
     else:
         lines = enumerate(read_text(path).split("\n"), 1)
-        found = [(number, _object(path, number, line)) for number, line in lines if line.strip()]
-    for number, one in found:
+        result = [(number, _object(path, number, line)) for number, line in lines if line.strip()]
+    for number, one in result:
         if not isinstance(one, dict):
             raise DataError(f"{path}, entry {number}: expected an object with a value for each column")
-    return found
+    return result
 
 
 def read_table(path: Path) -> list[tuple[int, list[str]]]:

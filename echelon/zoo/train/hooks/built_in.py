@@ -120,14 +120,14 @@ def _of_rank_0(run: HookContext, evaluations: Evaluations) -> Evaluations:
 
 def _read_evaluations(run: HookContext) -> Evaluations:
     try:
-        found = json.loads((run.directory / EVALUATIONS).read_text(encoding="utf-8"))
+        result = json.loads((run.directory / EVALUATIONS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError):
-        found = None
-    if not isinstance(found, list) or not all(map(_is_evaluation, found)):
+        result = None
+    if not isinstance(result, list) or not all(map(_is_evaluation, result)):
         raise UsageError(f"'{run.directory / EVALUATIONS}' is damaged; remove it, and evaluations are counted anew")
-    return found
+    return result
 
 
 def _is_evaluation(value: Any) -> bool:

@@ -113,9 +113,9 @@ def _marked(error: EchelonError, name: str) -> EchelonError:
 
 def named_hooks(request: Request) -> dict[str, Hook]:
     """Return the hooks of a run by name, in order; EvaluationHook is first, because other hooks read its results."""
-    asked = [_in_our_case(word.strip()) for word in request["hooks"].split(",") if word.strip()]
-    asked += [hook for parameter, hook in IMPLIED.items() if steps_of(request, parameter)]
-    names = sorted(dict.fromkeys(asked), key=lambda name: name != "EvaluationHook")
+    requested = [_in_our_case(word.strip()) for word in request["hooks"].split(",") if word.strip()]
+    requested += [hook for parameter, hook in IMPLIED.items() if steps_of(request, parameter)]
+    names = sorted(dict.fromkeys(requested), key=lambda name: name != "EvaluationHook")
     return {name: _made(name) for name in names}
 
 

@@ -24,26 +24,26 @@ def sizes(request: Request) -> dict[str, Any]:
         return {}
     path = named_file(request, "model_config_file_name")
     model = registry.model(request["model_name"])
-    found = _read(path)
-    if model.runner == "bert" and "num_hidden_layers" in found:
+    result = _read(path)
+    if model.runner == "bert" and "num_hidden_layers" in result:
         from echelon.zoo.models.bert_names import sizes_from_config
 
-        found = sizes_from_config(found)
+        result = sizes_from_config(result)
         known = {setting.name for setting in model.settings}
-        return _checked({name: value for name, value in found.items() if name in known}, model, path)
-    return _checked(_own(found, model, path), model, path)
+        return _checked({name: value for name, value in result.items() if name in known}, model, path)
+    return _checked(_own(result, model, path), model, path)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"'{path}' cannot be read: {error.strerror}; check the path") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"'{path}' is not JSON ({first_line(error)}); copy it again") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"'{path}' holds {type(found).__name__}; it must be an object of settings by name")
-    return found
+    if not isinstance(result, dict):
+        raise UsageError(f"'{path}' holds {type(result).__name__}; it must be an object of settings by name")
+    return result
 
 
 def _own(found: Mapping[str, Any], model: Model, path: Path) -> dict[str, Any]:

@@ -30,13 +30,13 @@ class RestoreReport:
 
     def lines(self) -> list[str]:
         """Return the report as lines for the console."""
-        found = [f"weights: {len(self.taken)} taken from the checkpoint"]
-        found += [f"{name}: {why}" for name, why in self.remade.items()]
+        result = [f"weights: {len(self.taken)} taken from the checkpoint"]
+        result += [f"{name}: {why}" for name, why in self.remade.items()]
         if self.missing:
-            found.append(f"weights: {len(self.missing)} not in the checkpoint and initialized: {_some(self.missing)}")
+            result.append(f"weights: {len(self.missing)} not in the checkpoint and initialized: {_some(self.missing)}")
         if self.unused:
-            found.append(f"weights: {len(self.unused)} of the checkpoint are not used: {_some(self.unused)}")
-        return found
+            result.append(f"weights: {len(self.unused)} of the checkpoint are not used: {_some(self.unused)}")
+        return result
 
 
 @torch.no_grad()

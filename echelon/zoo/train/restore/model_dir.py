@@ -33,8 +33,8 @@ def _whole_path(request: Request, name: str | None, others: tuple[str, ...]) -> 
         return None
     ends = ("", *others)
     below = request["model_dir"] and any((Path(request["model_dir"]) / f"{name}{end}").exists() for end in ends)
-    found = [Path(f"{name}{end}") for end in ends if Path(f"{name}{end}").exists()]
-    return found[0] if found and not below else None
+    result = [Path(f"{name}{end}") for end in ends if Path(f"{name}{end}").exists()]
+    return result[0] if result and not below else None
 
 
 def folder_of(request: Request, parameter: str) -> Path:

@@ -86,11 +86,11 @@ def _torch_file(path: Path) -> Weights:
 
 def _refused(path: Path, error: Exception) -> str:
     """Return the message for a damaged file, or for one with Python objects, whose construction could run code."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if found is None:
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if match is None:
         return _damaged(path, error)
     return (
-        f"'{path}' holds a Python object ({found[1]}), and loading it could run any code; if you trust the file, save "
+        f"'{path}' holds a Python object ({match[1]}), and loading it could run any code; if you trust the file, save "
         "its weights alone: torch.save(model.state_dict(), ...)"
     )
 
