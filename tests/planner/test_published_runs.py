@@ -156,7 +156,7 @@ def test_ranks_lie_as_in_megatron(tmp_path: Path) -> None:
 
 
 def test_constant_behind_a_larger_cost_is_found() -> None:
-    """Where the larger of two costs counts, the smaller one has no slope at its usual value."""
+    """The smaller of two costs has no slope at its usual value if the larger one counts."""
     sizes = [1.0, 2.0, 4.0, 8.0]
     known = {"latency": FittedConstant(1e-2, 0.7), "each": FittedConstant(0.9, 0.2)}
     found = fit(
