@@ -50,7 +50,7 @@ def test_old_side_of_the_diff_trains_with_ddp(tmp_path: Path) -> None:
 
 def test_commands_print_what_the_page_shows(tmp_path: Path) -> None:
     shown = shown_outputs()
-    assert [command.split()[-1] for command in shown] == ["train.py", "train.py", "3", "report"]
+    assert [command.split()[-1] for command in shown] == ["step", "train.py", "3", "report"]
     os.symlink(ROOT / "examples", tmp_path / "examples")
     paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
     # One process computes with as many threads as it has cores, a rank with one: losses agree whatever that is.
