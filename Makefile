@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip install --no-compile --quiet --disable-pip-version-check
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: ready demo test soak test-gpu test-third-party test-lowest fuzz matrix lint docs bench lock audit sbom clean
+.PHONY: ready demo test soak test-gpu test-third-party test-lowest fuzz matrix lint docs pictures bench lock audit sbom clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
@@ -75,6 +75,12 @@ lint: $(READY)
 # The site, from docs/, into build/site; it fails on a link to nowhere and on a page without a place.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# The pictures of docs/: from the code, from benchmarks/measured, and of pages of real runs (needs Chromium).
+pictures: $(READY)
+	$(BIN)/python docs/site/pictures.py
+	$(BIN)/python docs/site/charts.py
+	$(BIN)/python docs/site/screenshots.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/data_parallel/data_parallel.py

@@ -1,6 +1,6 @@
 """kill -9 of a random rank, again and again, in one long data-parallel run: it must end with the losses of a quiet one.
 
-    python benchmarks/faults/many_kills.py [--kills 100] [--procs 2] [--out many_kills.json]
+    python benchmarks/faults/many_kills.py [--kills 100] [--procs 2] [--out many_kills.json] [--losses losses.json]
 
 The next rank is killed when training has gone on after the last one, a random moment later.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -38,8 +40,8 @@ engine = echelon.distribute(
     net, loss=F.cross_entropy, optimizer=torch.optim.Adam(net.parameters(), lr=0.003), log=echelon.Log(console=False)
 )
 draw = torch.Generator().manual_seed(0)
-data = torch.randn(320, 6, generator=draw), torch.randint(3, (320,), generator=draw)
-loader = engine.loader(data, batch_size=8)
+x = torch.randn(320, 6, generator=draw)
+loader = engine.loader((x, x.argmax(1) % 3), batch_size=8)
 for _ in loader.epochs(int(sys.argv[1]) // len(loader)):
     for x, y in loader:
         loss = float(engine.step(x, y))
@@ -86,11 +88,20 @@ def until(holds: Callable[[], object], process: subprocess.Popen[bytes]) -> None
         time.sleep(0.02)
 
 
-def disturb(process: subprocess.Popen[bytes], place: Path, kills: int) -> list[float]:
-    """Kill so often; seconds until training had gone on, each time."""
+def resumed(place: Path) -> list[int]:
+    """Return the step after which training went on, for each restart."""
+    events = map(json.loads, (place / "log" / "events.jsonl").read_text().splitlines())
+    return [int(re.findall(r"after step (\d+)", each["text"])[0]) for each in events if each["kind"] == "resumed"]
+
+
+def disturb(process: subprocess.Popen[bytes], place: Path, kills: int, minutes: float) -> list[float]:
+    """Kill so often, or as often as there are minutes for; return the seconds until training had gone on, each time."""
     draw, recovery = random.Random(1), []
     until(lambda: len(losses(place)) > 2, process)
+    end = time.monotonic() + 60 * minutes
     for _ in range(kills):
+        if time.monotonic() > end:
+            break
         time.sleep(draw.uniform(0.0, 0.3))
         until(lambda: ranks_of(process.pid), process)
         os.kill(draw.choice(ranks_of(process.pid)), signal.SIGKILL)
@@ -100,17 +111,27 @@ def disturb(process: subprocess.Popen[bytes], place: Path, kills: int) -> list[f
     return recovery
 
 
+def curves(place: Path) -> dict[str, list[float]]:
+    """Return the losses of both runs by step, and the steps after which the killed one resumed."""
+    found: dict[str, list[float]] = {"resumed after step": list(resumed(place / "killed"))}
+    for run in ("quiet", "killed"):
+        found[run] = [float(loss[-1]) for _, loss in sorted(losses(place / run).items())]
+    return found
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("--kills", type=int, default=100)
     ask.add_argument("--procs", type=int, default=2)
+    ask.add_argument("--minutes", type=float, default=math.inf, help="kill for so long; then the run ends undisturbed")
     ask.add_argument("--out", type=Path)
+    ask.add_argument("--losses", type=Path, help="where to write both curves, for the picture in docs/faults.md")
     asked = ask.parse_args()
     place, steps = Path(tempfile.mkdtemp(prefix="kills-")), 20 * -(-asked.kills * EACH // 20) + 40
     quiet = start(place / "quiet", steps, asked.procs, 0)
     quiet.wait()
     process = start(place / "killed", steps, asked.procs, asked.kills)
-    recovery = disturb(process, place / "killed", asked.kills)
+    recovery = disturb(process, place / "killed", asked.kills, asked.minutes)
     code = process.wait()
     expected, found = losses(place / "quiet"), losses(place / "killed")
     differ = [step for step in expected if set(found.get(step, [])) != set(expected[step])]
@@ -124,6 +145,8 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1))
+    if asked.losses:
+        asked.losses.write_text(json.dumps(curves(place)) + "\n")
     sys.exit(bool(code or differ))
 
 
