@@ -322,17 +322,17 @@ def _take(rank: _LaunchedRank, source: Any) -> bool:
         _show(rank, data)
         return bool(data)
     try:
-        told = source.recv_bytes()
+        data = source.recv_bytes()
     except (EOFError, OSError):  # the process died before or while it sent its result
         rank.ended = rank.ended or _RankOutcome(error=_death(rank))  # time 0: not a consequence, so it counts as first
         return False
-    rank.ended = _unpacked(told)
+    rank.ended = _unpacked(data)
     return True
 
 
-def _unpacked(told: bytes) -> _RankOutcome:
+def _unpacked(data: bytes) -> _RankOutcome:
     try:
-        return _RankOutcome(*pickle.loads(told))  # the data comes from our own child process
+        return _RankOutcome(*pickle.loads(data))  # the data comes from our own child process
     except Exception as error:
         what = f"its result cannot be unpickled here ({type(error).__name__}: {error})"
         return _RankOutcome(error=f"{what}; return numbers, dicts or tensors on the CPU", time=time.time())
@@ -363,5 +363,5 @@ def _raise_first(ranks: list[_LaunchedRank]) -> None:
     first = min(failed, key=lambda rank: rank.ended.time if rank.ended else 0.0)
     assert first.ended is not None
     said = first.printed.decode(errors="replace").rstrip()
-    told = f"rank {first.number} of {len(ranks)} failed: {first.ended.error}"
-    raise LaunchError(f"{told}\nits output:\n{said}" if said else told)
+    line = f"rank {first.number} of {len(ranks)} failed: {first.ended.error}"
+    raise LaunchError(f"{line}\nits output:\n{said}" if said else line)

@@ -16,7 +16,7 @@ from echelon.cli.option_spelling import RENAMED, dashed
 from echelon.cli.parsing import option_names, valued_options
 
 #: Options that every program has: after the script they belong to the script.
-_ANYBODY_S = ("--help", "-h")
+_HELP = ("--help", "-h")
 #: Without this option a job is submitted, so a script's option of this name must be given after ``--``.
 DRY_RUN = "--dry-run"
 
@@ -43,7 +43,7 @@ def strayed_options(context: Any, always: Collection[str] = ()) -> list[str]:
     """
     script, args = context.params["script"], list(context.params["args"] or [])
     earlier = RENAMED.get(str(context.command.name), {})
-    names = (option_names(context.command) | earlier.keys()) - {*_ANYBODY_S, "-m"}
+    names = (option_names(context.command) | earlier.keys()) - {*_HELP, "-m"}
     valued, source, result = valued_options(context.command) | earlier.keys(), None, []
     for at, word in enumerate(args):
         if word == "--":

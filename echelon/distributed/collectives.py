@@ -92,13 +92,14 @@ def start_small_sum(
     if dist.get_world_size(group) > FEW:
         total = local.clone()
         work: dist.Work | None = dist.all_reduce(total, group=group, async_op=True)
-        return lambda: _after(work, total, waiting(call, "", group))
+        return lambda: wait_for(work, total, waiting(call, "", group))
     parts = local.new_empty((dist.get_world_size(group), *local.shape))
     work = _all_gather_single(parts.view(-1), local.contiguous().view(-1), group=group, async_op=True)
-    return lambda: _after(work, parts, waiting(call, "", group)).sum(0)
+    return lambda: wait_for(work, parts, waiting(call, "", group)).sum(0)
 
 
-def _after(work: dist.Work | None, result: torch.Tensor, wait: waiting) -> torch.Tensor:
+def wait_for(work: PendingCollective | None, result: torch.Tensor, wait: waiting) -> torch.Tensor:
+    """Wait for the collective, show what is waited for, and return ``result``."""
     assert work is not None
     with wait:
         work.wait()

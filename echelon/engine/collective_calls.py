@@ -242,7 +242,7 @@ class DuplicateBatchCheck:
     """
 
     def __init__(self) -> None:
-        self._times, self._has_told = 0, False
+        self._times, self._has_warned = 0, False
 
     def remark(self, fed: Sequence[Sequence[Any]]) -> str | None:
         """Return a warning, once, if replicas were fed the same data in ``CONFIRMED`` consecutive steps."""
@@ -250,9 +250,9 @@ class DuplicateBatchCheck:
         undealt = next(_pairs_alike(fed, 2), None)
         pair = same or undealt
         self._times = self._times + 1 if pair else 0
-        if pair is None or self._has_told or self._times < CONFIRMED:
+        if pair is None or self._has_warned or self._times < CONFIRMED:
             return None
-        self._has_told = True
+        self._has_warned = True
         loader = fed[pair[0]][2]
         remedy = "engine.loader(loader)" if loader else "engine.loader(data)"
         if same is not None:

@@ -115,7 +115,7 @@ def parallelize(
         layouts={**applied.layouts, **(shards.layouts if shards else {})},
         cuts=applied.layouts,
         groups=names,
-        partial_sums=_addends(plan, grid),
+        partial_sums=_partial_sums(plan, grid),
         counted=frozenset(counted),
         contributes=frozenset(counted | _spoken_buffers(plan, model, grid)),
     )
@@ -355,7 +355,7 @@ def _leads(plan: Plan, name: str, grid: MeshGroups) -> bool:
     return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.coords["stage"]
 
 
-def _addends(plan: Plan, grid: MeshGroups) -> dict[str, PartialSum]:
+def _partial_sums(plan: Plan, grid: MeshGroups) -> dict[str, PartialSum]:
     """Return the addend of each gradient sum that this rank's backward computes.
 
     With shard levels 2 and 3 every pass is summed over replicas, so the replicate axis does not count.

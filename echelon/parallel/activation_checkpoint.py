@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from echelon.base.errors import UsageError
@@ -26,6 +26,7 @@ from echelon.parallel.activation_offload import HostStore
 from echelon.parallel.kv_cache import switch_off
 from echelon.plan.batch_norms import BatchNorm
 from echelon.plan.called_modules import why_fixed
+from echelon.plan.operations import tensors_in
 from echelon.plan.saved_bytes import SavedBytes, forget
 from echelon.plan.segments import Segments, cut_chain
 
@@ -181,7 +182,7 @@ def _measure(sequential: nn.Module, value: Any) -> tuple[list[int], list[bool]]:
     """
     value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
     totals, in_place = [0], []
-    devices = {leaf.device for leaf in _tensors(value) if leaf.is_cuda}
+    devices = {leaf.device for leaf in tensors_in(value) if leaf.is_cuda}
     saved = SavedBytes([*sequential.parameters(), *sequential.buffers()], keep=forget)
     with torch.random.fork_rng(devices=devices), _BufferSnapshot([sequential]), saved:
         for child in sequential._modules.values():
@@ -320,13 +321,9 @@ class _BufferSnapshot:
         self._replaced = []
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _versions(value: Any) -> list[int]:
     """Return the version counters of all tensors, which in-place changes increment."""
-    return [tensor._version for tensor in _tensors(value)]
+    return [tensor._version for tensor in tensors_in(value)]
 
 
 def _plain_name(module: nn.Module) -> str:

@@ -30,6 +30,11 @@ PEOPLE = re.compile(r"\b(he|his|him|himself|nobody|somebody|whoever|whomever|eve
 BESIDE = ("tests", "examples", "benchmarks")
 VAGUE_FILES = {"files.py", "show.py", "command.py", "words.py", "utils.py", "helpers.py", "common.py", "misc.py"}
 LONGEST_TEST_NAME = 60
+#: Words that no name in the package contains: the field has another one for each.
+PRIVATE_WORDS = {
+    *("told", "untold", "mine", "judged", "heed", "heeded", "tally", "courier", "company", "holdings", "addends"),
+    *("cargo", "deed", "loans", "outlook", "nobody", "somebody", "anybody", "everybody", "whoever"),
+}
 
 parse = functools.cache(ast.parse)  # several tests read each module
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -144,6 +149,30 @@ def test_names_of_tests_are_short() -> None:
     tests = (PACKAGE.parent / "tests").rglob("test_*.py")
     names = [(path.name, name) for path in tests for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))]
     assert [place for place in names if len(place[1]) > LONGEST_TEST_NAME] == []
+
+
+def test_names_of_tests_speak_of_no_people() -> None:
+    tests = (PACKAGE.parent / "tests").rglob("test_*.py")
+    names = [name for path in tests for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))]
+    assert [name for name in names if PEOPLE.search(name.replace("_", " "))] == []
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the names of variables, attributes, parameters, functions and classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+
+
+def test_names_are_words_of_the_field(sources: dict[Path, str]) -> None:
+    named = [(f"{path}:{line}", name) for path, source in sources.items() for line, name in names_in(parse(source))]
+    assert [f"{at}: {name}" for at, name in named if PRIVATE_WORDS & set(re.findall("[a-z]+", name.lower()))] == []
 
 
 def test_commit_subjects_name_an_area() -> None:

@@ -78,7 +78,9 @@ def _mark(name: str, value: Tensor | Part) -> int:
     return zlib.crc32(repr((name, tuple(local_tensor(value).shape), boxes)).encode())
 
 
-def is_mine(pieces: Sequence[tuple[TensorRegion, tuple[int, ...]]], where: SnapshotHosts, rank: int) -> list[bool]:
+def are_copied_here(
+    pieces: Sequence[tuple[TensorRegion, tuple[int, ...]]], where: SnapshotHosts, rank: int
+) -> list[bool]:
     """Return for every piece, given with its holders, True if this rank copies it on its host.
 
     Pieces with the same holders are divided among the holders on this host, largest first, each to the least loaded.

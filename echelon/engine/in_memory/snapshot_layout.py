@@ -13,7 +13,7 @@ from echelon.checkpoint.in_memory.snapshot_pieces import (
     ELSEWHERE,
     PieceHolders,
     PlacedPiece,
-    is_mine,
+    are_copied_here,
     only_here,
     pieces_of,
     place_pieces,
@@ -42,7 +42,7 @@ class SnapshotLayout:
             for name, value in tensors.items()
             for piece, view in pieces_of(name, value)
         ]
-        local = is_mine([(piece, alike) for piece, _, alike in found], where, rank)
+        local = are_copied_here([(piece, alike) for piece, _, alike in found], where, rank)
         copied = [each for each, is_ours in zip(found, local, strict=True) if is_ours]
         copied.sort(key=lambda each: not only_here(each[2], where))
         lonely = [piece for piece, _, alike in copied if only_here(alike, where)]

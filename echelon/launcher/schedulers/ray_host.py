@@ -42,7 +42,7 @@ class RayHost:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._said: queue.SimpleQueue[tuple[str, str] | int] = queue.SimpleQueue()
-        self._untold: list[str] = []
+        self._unsent: list[str] = []
         self._order = threading.Lock()
 
     def meeting_place(self) -> tuple[str, int]:
@@ -72,7 +72,7 @@ class RayHost:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-            for line in (json.dumps(order), *self._untold):
+            for line in (json.dumps(order), *self._unsent):
                 self._send(line)
         streams = [("out", self._process.stdout), ("err", self._process.stderr)]
         readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
@@ -95,7 +95,7 @@ class RayHost:
         """Forward a signal; it is kept until ``start``, because calls of a threaded actor may overtake one another."""
         with self._order:
             if self._process is None:
-                self._untold.append(name)
+                self._unsent.append(name)
             else:
                 self._send(name)
 

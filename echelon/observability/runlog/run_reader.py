@@ -145,7 +145,9 @@ def read(directory: str | Path) -> Run:
         directory=place,
         facts=facts,
         steps=_latest([step for record in metrics if (step := _step(record))], lambda one: one.step),
-        evaluations=_latest([judged for record in metrics if (judged := _evaluation(record))], lambda one: one.step),
+        evaluations=_latest(
+            [evaluation for record in metrics if (evaluation := _evaluation(record))], lambda one: one.step
+        ),
         foretold=next((came for record in reversed(metrics) if (came := _foretold(record))), None),
         ranks=_ranks(place, began, facts),
         events=_events(place, began),

@@ -91,12 +91,12 @@ class StatusReporter(threading.Thread):
     def run(self) -> None:
         try:
             store = _open(self._place)
-            judged_here = STALL_JUDGE not in os.environ
-            if judged_here and self._place.rank == 0:
+            is_judge = STALL_JUDGE not in os.environ
+            if is_judge and self._place.rank == 0:
                 self._detector = StallDetector(store, self._place.world_size, self._limit, ends=False)
             while True:
                 self._tell(store)
-                if judged_here:
+                if is_judge:
                     self._judge(store)
                     self._show(store)
                 if self._done.wait(period(self._limit)):

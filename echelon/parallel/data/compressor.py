@@ -132,8 +132,8 @@ class Compressor:
             raise CheckpointError(
                 f"'{odd[0]}' {where} the compression state; load one of the same compressed parameters"
             )
-        for key, mine_now in local.items():
-            mine_now.copy_(_fitting(key, state[key], mine_now))
+        for key, tensor in local.items():
+            tensor.copy_(_fitting(key, state[key], tensor))
 
     @torch.no_grad()
     def add(self, name: str, u: Tensor, v: Tensor) -> None:

@@ -364,8 +364,8 @@ def backward_of(loss: Tensor, weight: Tensor | float) -> None:
     if isinstance(weight, Tensor):
         gradient = weight.to(loss.device, loss.dtype)
     else:
-        told = weight if weight <= torch.finfo(loss.dtype).max else math.inf  # a loss scale may exceed it
-        gradient = torch.scalar_tensor(told, dtype=loss.dtype, device=loss.device)
+        finite = weight if weight <= torch.finfo(loss.dtype).max else math.inf  # a loss scale may exceed it
+        gradient = torch.scalar_tensor(finite, dtype=loss.dtype, device=loss.device)
     if not loss.requires_grad:
         raise LossError(
             "the loss does not depend on any trained parameter; compute it from the model's output, without detach(), "

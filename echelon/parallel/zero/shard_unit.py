@@ -52,7 +52,7 @@ class ShardUnit:
 
     @property
     def bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.parameters.values())
+        return sum(p.nbytes for p in self.parameters.values())
 
     def begin(self) -> list[Arrival]:
         """Start the all-gathers of the unit's rows; all ranks call this."""

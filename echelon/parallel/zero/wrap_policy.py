@@ -15,6 +15,7 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.plan.called_modules import is_called
 from echelon.plan.segments import find_segments
+from echelon.strategy.annotations.marks import within
 
 SMALL = 2**12  # in numbers; sending so many takes less time than the latency of a message
 
@@ -56,7 +57,7 @@ def _home(path: str, modules: Mapping[str, nn.Module], blocks: set[str]) -> str:
 
 
 def _contains(name: str, blocks: set[str]) -> bool:
-    return any(_within(block, name) for block in blocks)
+    return any(within(block, name) for block in blocks)
 
 
 def _inwards(name: str) -> Iterable[str]:
@@ -73,13 +74,9 @@ def _holds(module: nn.Module) -> bool:
 def _around(homes: set[str], modules: Mapping[str, nn.Module]) -> str:
     """Return the innermost module around all ``homes`` that is called in forward."""
     common = min(homes)
-    while not (all(_within(home, common) for home in homes) and (not common or is_called(modules[common]))):
+    while not (all(within(home, common) for home in homes) and (not common or is_called(modules[common]))):
         common = common.rpartition(".")[0]
     return common
-
-
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def _merged(units: dict[str, list[str]], parameters: Mapping[str, nn.Parameter], small: int) -> dict[str, list[str]]:

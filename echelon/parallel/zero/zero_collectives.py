@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.activity import waiting
-from echelon.distributed.collectives import PendingCollective, start_all_gather, start_all_to_all
+from echelon.distributed.collectives import start_all_gather, start_all_to_all, wait_for
 
 # torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor; 2.11 has only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,13 +52,13 @@ class ShardCollectives:
         if self._pairs:
             received = torch.empty_like(matrix)
             swap = start_all_to_all(received, matrix, self._group, tag)
-            return lambda: _added(_after(swap, received, wait))
+            return lambda: _added(wait_for(swap, received, wait))
         if self._gloo:  # Gloo has no reduce-scatter for GPU tensors
             work = dist.all_reduce(matrix, group=self._group, async_op=True)
-            return lambda: _after(work, matrix, wait)[self.me].clone()  # noqa: PLW0108 - the lambda delays the wait
+            return lambda: wait_for(work, matrix, wait)[self.me].clone()  # noqa: PLW0108 - the lambda delays the wait
         line = torch.empty_like(matrix[0])
         work = _reduce_scatter(line, matrix.view(-1), group=self._group, async_op=True)
-        return lambda: _after(work, line, wait)
+        return lambda: wait_for(work, line, wait)
 
     def gather_lines(self, line: Tensor, tag: int, what: str = "") -> Arrival:
         """Start the all-gather of ``line``, which must not change meanwhile; the result is a matrix of all lines."""
@@ -69,9 +69,9 @@ class ShardCollectives:
         wait = waiting("gather of shards", what, self._gathering)
         if self._pairs:
             rows = start_all_gather(received, line, self._gathering, tag)
-            return lambda: _after(rows, received, wait)
+            return lambda: wait_for(rows, received, wait)
         work = _all_gather(received.view(-1), line, group=self._gathering, async_op=True)
-        return lambda: _after(work, received, wait)
+        return lambda: wait_for(work, received, wait)
 
     def tell(self, numbers: Tensor) -> Tensor:
         """Broadcast ``numbers`` from the first rank of the group, in place, and return them."""
@@ -86,10 +86,3 @@ def _added(received: Tensor) -> Tensor:
     for line in received[1:]:
         total.add_(line)
     return total
-
-
-def _after(work: PendingCollective | None, result: Tensor, wait: waiting) -> Tensor:
-    assert work is not None
-    with wait:
-        work.wait()
-    return result

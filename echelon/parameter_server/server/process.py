@@ -137,7 +137,7 @@ class ParameterServerProcess:
         self._ending.set()
         self.shard.dismiss(self._reason)
         deadline = time.monotonic() + LAST_WORD
-        while self._server.streams and self._arrivals.untold() and time.monotonic() < deadline:
+        while self._server.streams and self._arrivals.has_uninformed() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _revive(self) -> None:

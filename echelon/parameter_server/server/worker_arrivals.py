@@ -100,7 +100,7 @@ class WorkerArrivals:
         """Record a worker that has been told why this server ends."""
         self._informed.add(worker)
 
-    def untold(self) -> bool:
+    def has_uninformed(self) -> bool:
         """Return True if a worker with a recent heartbeat does not know yet that this server ends."""
         if not self._shard.opened:
             return False

@@ -30,7 +30,7 @@ Float32s = NDArray[np.float32]
 
 _ALL = 0xFFFFFFFF
 _EVERYONE = np.array([1.0, 1.0])
-_NOBODY = np.empty(0, np.int64)
+_NO_IDS = np.empty(0, np.int64)
 
 
 class BucketRows(NamedTuple):
@@ -41,7 +41,7 @@ class BucketRows(NamedTuple):
 
     ids: Int64s
     records: NDArray[np.uint32]
-    removed: Int64s = _NOBODY
+    removed: Int64s = _NO_IDS
 
 
 class Table:
@@ -212,11 +212,11 @@ class Table:
     def _make_room(self, ids: Int64s) -> Int64s:
         """Evict enough rows for a push of ``ids``, and some more so that the next pushes need no eviction."""
         if self.capacity is None or len(self) + len(ids) <= self.capacity:
-            return _NOBODY
+            return _NO_IDS
         made = claims.newcomers(ids, self._index.regions, self._shape[records.SEED], self._admission)
         over = len(self) + made - self.capacity
         if over <= 0:
-            return _NOBODY
+            return _NO_IDS
         if self.spec.on_full == "error":
             raise EchelonError(
                 f"table '{self.spec.name}' is full: {len(self):,} of {self.capacity:,} rows here, and {made:,} new ids "
@@ -303,7 +303,7 @@ class Table:
         """
         with self._lock:
             ids, values = self._index.pairs(bucket)
-            removed = self._gone(bucket, ids) if changed_only else _NOBODY
+            removed = self._gone(bucket, ids) if changed_only else _NO_IDS
             if changed_only:
                 changed = self._meta(values, 0) >= CHANGED
                 ids, values = ids[changed], values[changed]
@@ -311,7 +311,7 @@ class Table:
 
     def _gone(self, bucket: int, present: Int64s) -> Int64s:
         parts = self._removed.get(bucket, [])
-        return np.setdiff1d(np.concatenate(parts), present) if parts else _NOBODY
+        return np.setdiff1d(np.concatenate(parts), present) if parts else _NO_IDS
 
     def _copied(self, values: Int64s) -> NDArray[np.uint32]:
         out = np.zeros((len(values), self.words), np.uint32)

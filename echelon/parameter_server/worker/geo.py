@@ -94,7 +94,7 @@ class GeoWorker:
     def update(self, tables: Mapping[str, tuple[IdPartition, Floats]], rates: Mapping[str, float]) -> None:
         """Update the local rows by one step; the optimizer of the dense parameters has stepped already."""
         for name, near in self._near.items():
-            share, grads = tables.get(name, (_NOBODY, np.empty((0, near.table.dim), np.float32)))
+            share, grads = tables.get(name, (_NO_ROWS, np.empty((0, near.table.dim), np.float32)))
             near.table.step = self._clock[name]
             near.table.push(share.ids, grads, lr=rates[name])
             self._clock[name] += 1
@@ -124,7 +124,7 @@ class GeoWorker:
             self.begin()
 
 
-_NOBODY = IdPartition(np.empty(0, np.int64), None, [0])
+_NO_ROWS = IdPartition(np.empty(0, np.int64), None, [0])
 
 
 def _in_memory(spec: TableSpec) -> TableSpec:

@@ -65,7 +65,7 @@ class ServerConnections:
 
     # ---- waiting ----
 
-    def wait_told(self) -> AbstractContextManager[None]:
+    def report_waits(self) -> AbstractContextManager[None]:
         """Print the servers that have not answered while the caller waits inside the context."""
         if not self._role.endpoints:
             return nullcontext()

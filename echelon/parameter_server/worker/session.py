@@ -117,7 +117,7 @@ class ParameterServerSession:
         if self.dense and not self.steps_together:
             self._hooks = attach(self._model, self.catch_up)
         try:
-            with self._contact.wait_told():
+            with self._contact.report_waits():
                 self.client.open()  # a server may find its earlier state only when it knows the session
                 self._standing = self.client.hello()
         except BaseException:

@@ -107,8 +107,8 @@ def find_trial() -> Trial | None:
     path = os.environ.get(TRIAL)
     if path is None:
         return None
-    told = json.loads(Path(path).read_text())
-    return Trial(SavedPlan.from_json(told["plan"]), Path(told["report"]))
+    task = json.loads(Path(path).read_text())
+    return Trial(SavedPlan.from_json(task["plan"]), Path(task["report"]))
 
 
 def _now(device: torch.device) -> float:
@@ -236,16 +236,16 @@ class _TrialRunner:
         self._round += 1
         place = Path(self._directory.name) / str(self._round)
         place.mkdir()
-        told = place / "trial.json"
-        told.write_text(json.dumps({"plan": plan.to_json(), "report": str(place / "report.json")}))
-        environment = self._environment(place, told)
+        task = place / "trial.json"
+        task.write_text(json.dumps({"plan": plan.to_json(), "report": str(place / "report.json")}))
+        environment = self._environment(place, task)
         try:
-            mine = self._watched(self._start(place, environment), place, _patience(plan))
+            outcome = self._watched(self._start(place, environment), place, _patience(plan))
         except OSError as error:  # other ranks wait for this rank's outcome
-            mine = self._tell(TrialOutcome(None, f"could not be started: {error.strerror}"))
+            outcome = self._tell(TrialOutcome(None, f"could not be started: {error.strerror}"))
         if self._world.control is None:
-            return mine
-        others = [TrialOutcome(*found) for found in gather_json(list(mine), self._world.control)]
+            return outcome
+        others = [TrialOutcome(*found) for found in gather_json(list(outcome), self._world.control)]
         failed = [outcome for outcome in others if outcome.seconds is None]
         reasons = [outcome.reason for outcome in failed if outcome.reason != _FAILED]
         return TrialOutcome(None, (reasons or [_FAILED])[0]) if failed else max(others)
@@ -262,7 +262,7 @@ class _TrialRunner:
                 process_group=0,
             )
 
-    def _environment(self, place: Path, told: Path) -> dict[str, str]:
+    def _environment(self, place: Path, task: Path) -> dict[str, str]:
         where = self._world.place
         address, port = self._meeting_place()
         job = {
@@ -277,7 +277,7 @@ class _TrialRunner:
             "TORCHELASTIC_ERROR_FILE": place / "end.json",
             RESTART_COUNT: 0,
             LOG_DIR: place,
-            TRIAL: told,
+            TRIAL: task,
         }
         kept = {name: value for name, value in os.environ.items() if name not in (PLAN, BOUND_MARK, RECORD_DIR)}
         return kept | {name: str(value) for name, value in job.items()}

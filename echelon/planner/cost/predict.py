@@ -384,10 +384,10 @@ class _Replica:
     # ---- between replicas ----
 
     def _exchange(self, rank: int) -> ExposedTraffic:
-        mine = slice(rank, None, self.draft.stage)
+        stages = slice(rank, None, self.draft.stage)
         forward, backward = self.times.passes()
-        held = StageParameterCounts(*(float(self.sizes[row, mine].sum()) for row in (0, 1, 3)))
-        busy = OverlapWindow(float(forward[mine].sum()), float(backward[mine].sum()))
+        held = StageParameterCounts(*(float(self.sizes[row, stages].sum()) for row in (0, 1, 3)))
+        busy = OverlapWindow(float(forward[stages].sum()), float(backward[stages].sum()))
         device = self.kind.workers[rank][0][0]
         return find_exposed_traffic(self.draft, held, busy, self.placement.replicate, device, self.system)
 

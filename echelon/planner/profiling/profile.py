@@ -32,11 +32,11 @@ from echelon.planner.profiling.unit_costs import (
     between,
     carried,
     group_calls,
-    holdings,
     identity,
     mark_weight_kernels,
     spans_of,
     unit,
+    unit_tensors,
 )
 from echelon.strategy.annotations.marks import Split
 
@@ -261,11 +261,11 @@ class Profile:
         """Largest possible size of the split axis."""
         return most(self._model, self.split_marks) if self.split_marks else 1
 
-    def _attempt(self, marks: dict[str, Split], told: dict[str, Callable[[Any], None]]) -> FakePass:
+    def _attempt(self, marks: dict[str, Split], hooks: dict[str, Callable[[Any], None]]) -> FakePass:
         shadow = FakeModel(self._model, self._unit_names, marks)
         with fake_process_group(2) as group:
             split_first(shadow, marks, group)
-            add_input_hooks(shadow, told)
+            add_input_hooks(shadow, hooks)
             shadow.track_units(self._unit_names)
             return self._rehearse(shadow, self._sizes[0], None, backward=False)
 
@@ -299,7 +299,7 @@ class _Measured:
         self.groups = groups if groups is not None else group_calls(small)
         for passed in dict.fromkeys(self.passes):
             mark_weight_kernels(passed)
-        self._held: list[UnitTensors] = holdings(model, shadow, small, self.groups)
+        self._held: list[UnitTensors] = unit_tensors(model, shadow, small, self.groups)
         self._carried: list[list[UnitActivationBytes]] = [carried(passed, self.groups) for passed in self.passes]
         self._crossings = [crossings(passed, self.groups) for passed in self.passes]
         self._spans: list[list[UnitPassSpans]] = [

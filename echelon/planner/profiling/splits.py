@@ -145,9 +145,9 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _works(attempt: Try, marks: Marks, told: dict[str, Callable[[Any], None]]) -> FakePass | None:
+def _works(attempt: Try, marks: Marks, hooks: dict[str, Callable[[Any], None]]) -> FakePass | None:
     try:
-        return attempt(marks, told)
+        return attempt(marks, hooks)
     except EchelonError:
         return None
 
@@ -230,7 +230,7 @@ def _heads_divide(module: nn.Module, size: int) -> bool:
     return all(count % size == 0 for count in counts if isinstance(count, int) and count > 0)
 
 
-def add_input_hooks(shadow: FakeModel, told: dict[str, Callable[[Any], None]]) -> None:
+def add_input_hooks(shadow: FakeModel, hooks: dict[str, Callable[[Any], None]]) -> None:
     """Register hooks that call the function of each named module with the module's input."""
-    for name, tell in told.items():
-        shadow.model.get_submodule(name).register_forward_pre_hook(lambda _, args, tell=tell: tell(args[0]))
+    for name, hook in hooks.items():
+        shadow.model.get_submodule(name).register_forward_pre_hook(lambda _, args, hook=hook: hook(args[0]))

@@ -93,7 +93,7 @@ def _changed(call: UnitCall) -> list[int]:
 # ---- tensors of each unit ----
 
 
-def holdings(original: nn.Module, shadow: FakeModel, passed: FakePass, groups: Groups) -> list[UnitTensors]:
+def unit_tensors(original: nn.Module, shadow: FakeModel, passed: FakePass, groups: Groups) -> list[UnitTensors]:
     """Return the tensors that each unit needs, by id of the original tensor.
 
     The values are the fake model's tensors, which are parts of the original ones if the model is split.

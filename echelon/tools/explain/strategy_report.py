@@ -200,7 +200,7 @@ def _largest_unit(model: nn.Module) -> int:
 
     named = dict(model.named_parameters())
     units = find_units(model, named).values()
-    return max(sum(named[name].numel() * named[name].element_size() for name in names) for names in units)
+    return max(sum(named[name].nbytes for name in names) for names in units)
 
 
 def _activations(strategy: Strategy, model: nn.Module | None, sample: Any) -> Iterator[tuple[str, str, str]]:
@@ -253,7 +253,7 @@ def _frozen(model: nn.Module | None) -> float:
     """Return the bytes of the parameters that are not trained."""
     if model is None:
         return 0.0
-    return sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
 
 
 def _shared_batch_norms(strategy: Strategy, model: nn.Module, job: RankCounts) -> list[Any]:

@@ -134,7 +134,7 @@ class ResidentEstimator:
                 split_first(shadow, dict(splits), group, spread, rank)
             model = shadow.model
         shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-        return shapes, {name: value.numel() * value.element_size() for name, value in model.named_buffers()}
+        return shapes, {name: value.nbytes for name, value in model.named_buffers()}
 
 
 def _names_here(plan: Plan, grid: MeshGroups) -> set[str] | None:

@@ -92,13 +92,13 @@ def statistics(
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     rows = tuple(_rows(model, seen))
     trained = [value for value in model.parameters() if value.requires_grad]
-    gradients = sum(map(_bytes, trained))
+    gradients = sum(value.nbytes for value in trained)
     return ModelStatistics(
         rows=rows,
         parameters=sum(row.parameters for row in rows),
         trained=sum(value.numel() for value in trained),
         multiply_adds=None if seen is None else sum(row.multiply_adds or 0 for row in rows),
-        weights=sum(map(_bytes, (*model.parameters(), *model.buffers()))),
+        weights=sum(value.nbytes for value in (*model.parameters(), *model.buffers())),
         gradients=gradients,
         state=None if optimizer is None else _state_bytes(optimizer, trained),
         activations=kept,
@@ -218,11 +218,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Paramete
     """Return the bytes of the optimizer's state for these parameters; step counts do not count."""
     owned, known = owners(optimizer), Known()
     kept = (each for one in trained for each in kept_after_step(*owned[id(one)], one.shape, one.dtype, known))
-    return sum(_bytes(each) for each in kept if each.dim())
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+    return sum(each.nbytes for each in kept if each.dim())
 
 
 # ---- text ----
