@@ -401,8 +401,9 @@ class Engine(OwnLoop):
             self._ema.refuse("engine.step()")
         step = run.progress.steps + 1
         rate, factor = updates.begin(optimizers), self._rate_factor(step)
+        norm = None
         if not updates.empty:
-            self._update_weights(optimizers, loss, factor)
+            norm = self._update_weights(optimizers, loss, factor)
         else:
             run.backend.skip()
         for news in updates.end(step, step_loss.local, rate):
@@ -414,7 +415,7 @@ class Engine(OwnLoop):
             loss = run.backend.finish_step(loss)
             self._clock.lap("communicate")
         self._clock.lap("update")
-        return UpdateRecord(loss, samples, rate * factor)
+        return UpdateRecord(loss, samples, rate * factor, norm)
 
     def _observe(self, update: UpdateRecord) -> Tensor:
         """Record the update in timeline and metrics, take due checkpoints and snapshots, and return its loss."""
@@ -423,7 +424,7 @@ class Engine(OwnLoop):
         if run.timeline is not None and not run.timeline.over:
             with run.checker.explained(), self._clock.apart("timeline"):
                 run.timeline.after(self._view, total)
-        run.metrics.step(step, update.loss, update.samples, update.rate, total)
+        run.metrics.step(step, update.loss, update.samples, update.rate, total, update.norm)
         if run.preemption.due(step, self._replicas.next_meeting):
             self._leave()
         if run.checkpoints.due(step):
@@ -469,10 +470,12 @@ class Engine(OwnLoop):
         rows = self._parts.gradients.merged_rows
         return rows * self._planned.world.data_size if self._parts.group is None else rows
 
-    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor, factor: float) -> None:
+    def _update_weights(
+        self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor, factor: float
+    ) -> Tensor | None:
         if self._memories is not None:
             self._memories.hold()
-        self._updates.weights(optimizers, factor, loss)
+        return self._updates.weights(optimizers, factor, loss)
 
     def _rate_factor(self, step: int) -> float:
         elastic = self._run.elastic

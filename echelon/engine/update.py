@@ -26,11 +26,13 @@ class UpdateRecord:
 
     samples: samples of all ranks in all accumulated passes; None if their number is unknown
     rate:    learning rate, before schedulers changed it
+    norm:    2-norm of all gradients before clipping; None without clipping
     """
 
     loss: Tensor
     samples: Tensor | float | None
     rate: float
+    norm: Tensor | None = None
 
 
 class OptimizerUpdate:
@@ -61,11 +63,11 @@ class OptimizerUpdate:
         gradients = self._parts.gradients
         return gradients.overflowed or gradients.empty
 
-    def weights(self, optimizers: Optimizers, factor: float, loss: Tensor) -> None:
-        """Apply the gradients of ``loss`` at ``factor`` times the learning rate."""
-        run, parts = self._run, self._parts
+    def weights(self, optimizers: Optimizers, factor: float, loss: Tensor) -> Tensor | None:
+        """Apply the gradients of ``loss`` at ``factor`` times the learning rate; return their norm if it is known."""
+        run, parts, norm = self._run, self._parts, None
         if parts.plan.clip is not None:
-            clip_gradients(parameters_of(optimizers), parts.plan.clip, parts.census, run.world.device)
+            norm = clip_gradients(parameters_of(optimizers), parts.plan.clip, parts.census, run.world.device)
         if run.backend.steps_here:
             with scaled_rates(optimizers.values(), factor), run.guard:
                 for optimizer in optimizers.values():
@@ -75,6 +77,7 @@ class OptimizerUpdate:
             parts.shards.after_step(optimizers)
         if run.schedules.all:
             run.schedules.after_update([run.optimizers[key] for key in optimizers])
+        return norm
 
     def end(self, step: int, loss: Tensor, rate: float) -> Sequence[str]:
         """Drop the gradients, update the loss scale, average under local SGD if due, and return log lines."""

@@ -26,7 +26,7 @@ from echelon.observability.runlog.run_description import describe_optimizer, rel
 from echelon.observability.runlog.run_reader import RankStepRecord
 from echelon.observability.runlog.step_phases import PHASES
 
-STEPS, EVERY = 6, 2
+STEPS, EVERY, CLIP = 6, 2, 3.0
 
 
 def train(
@@ -42,23 +42,24 @@ def train(
             net,
             loss=F.mse_loss,
             optimizer=torch.optim.SGD(net.parameters(), lr=0.25),
-            strategy=Strategy(clip=3.0),
+            strategy=Strategy(clip=CLIP),
             checkpoint=Checkpoint(dir=checkpoint, every=4) if checkpoint else None,
             log=Log(dir=directory, every=EVERY),
         )
         if lost and directory is not None:
             shutil.rmtree(directory)
         data = torch.Generator().manual_seed(1 if staged else 1 + echelon.rank())  # replicas have their own samples
-        losses = [
-            float(engine.step(torch.randn(4, 3, generator=data), torch.randn(4, 1, generator=data)))
-            for _ in range(steps - engine.steps)
-        ]
+        losses, norms = [], []
+        for _ in range(steps - engine.steps):
+            losses.append(float(engine.step(torch.randn(4, 3, generator=data), torch.randn(4, 1, generator=data))))
+            norms.append(0.0 if staged else float(engine.grad_norm()))  # after clipping
         engine.close()
     return {
         "pid": os.getpid(),
         "waited": activity.waited - waited,
         "said": said.getvalue().splitlines(),
         "losses": losses,
+        "norms": norms,
     }
 
 
@@ -84,10 +85,13 @@ def test_every_rank_records_its_place_and_its_step_phases(tmp_path: Path) -> Non
     assert seen.facts.parameter_count == 3 * 4 + 4 + 4 + 1
     assert seen.facts.parameter_bytes == 4 * seen.facts.parameter_count
     origins = {setting.name: (setting.value, setting.origin) for setting in seen.facts.settings}
-    assert origins["clip"] == (3.0, "script")
+    assert origins["clip"] == (CLIP, "script")
     assert origins["gradient_merge"] == (1, "default")
     assert [f"echelon: {line}" for line in seen.facts.said] == ends[0]["said"][: len(seen.facts.said)]
     assert [step.loss for step in seen.steps] == pytest.approx(ends[0]["losses"][1::EVERY])
+    clipped = [min(step.gradient_norm or 0.0, CLIP) for step in seen.steps]
+    assert clipped == pytest.approx(ends[0]["norms"][1::EVERY], rel=1e-4)
+    assert min(clipped) < CLIP
     for rank, end in enumerate(ends):
         _check_rank(seen.ranks[rank], end)
     for one, other in zip(seen.steps, seen.ranks[0], strict=True):

@@ -413,6 +413,15 @@ def test_a_served_page_is_live_only_while_the_run_goes_on(tmp_path: Path) -> Non
     assert ">live<" not in render(gather(tmp_path), BEGAN + 9, live=2.0)
 
 
+def test_gpu_utilisation_and_gradient_norm_are_curves(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", [record | {"gradient_norm": 2.5} for record in metrics(10, 100)])
+    records = [record | {"utilisation": 87} for record in made_up.rank_records(1, 10, 100)]
+    append(tmp_path / "rank-1.jsonl", records)
+    root = page(tmp_path)
+    assert set(data(root, "rank-busy")["series"][0]["y"]) == {87}
+    assert set(data(root, "norm")["series"][0]["y"]) == {2.5}
+
+
 def test_checkpoints_are_no_part_of_a_step(tmp_path: Path) -> None:
     records = metrics(10, 100)
     records[4]["checkpoint"] = 500.0

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 class _FinishedStep(NamedTuple):
     """A finished step.
 
+    norm:   norm of the gradients before clipping; None without clipping
     time:   wall-clock time of its end, seconds
     at:     time of its end on the clock that measures speed, seconds
     """
@@ -46,6 +47,7 @@ class _FinishedStep(NamedTuple):
     total: int | None
     time: float
     at: float
+    norm: Tensor | None = None
 
 
 class MetricsLogger:
@@ -96,12 +98,24 @@ class MetricsLogger:
         self.clock.take()
         self._since = time.perf_counter()
 
-    def step(self, step: int, loss: Tensor, examples: Tensor | float | None, rate: float, total: int | None) -> None:
-        """Record a finished step, and write a record every few steps; ``examples`` is None if unknown."""
+    def step(
+        self,
+        step: int,
+        loss: Tensor,
+        examples: Tensor | float | None,
+        rate: float,
+        total: int | None,
+        norm: Tensor | None = None,
+    ) -> None:
+        """Record a finished step, and write a record every few steps.
+
+        examples: None if unknown
+        norm:     norm of the gradients before clipping; None without clipping
+        """
         if self._due is not None or self._figures is not None:
             self._flush()
         self._steps += 1
-        self._last = _FinishedStep(step, loss, rate, total, time.time(), time.perf_counter())
+        self._last = _FinishedStep(step, loss, rate, total, time.time(), time.perf_counter(), norm)
         if not self._speaks:
             if step % self._every == 0 or step == total:
                 self._take(self._last)  # even without a file, because the clock's list would grow
@@ -130,12 +144,15 @@ class MetricsLogger:
         """Return a function that completes the record at the next step: the GPU still computes some of its numbers."""
         record: Record = {"step": last.step, "total": last.total, "learning_rate": last.rate, "time": last.time}
         late, steps = DeferredScalar(last.loss), self._steps
+        norm = None if last.norm is None else DeferredScalar(last.norm)
         examples = DeferredScalar(self._examples) if isinstance(self._examples, Tensor) else None
         count, elapsed = self._examples, last.at - self._since
         self._examples, self._since = 0.0, last.at
 
         def complete() -> Record:
             record["loss"] = late.read()
+            if norm is not None:
+                record["gradient_norm"] = norm.read()
             if count is None:
                 record["steps_per_s"] = steps / elapsed
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 from echelon.base.process_info import process_memory
 from echelon.observability.runlog.log_files import JsonLinesFile, rank_file
 
+#: Seconds between two queries of a GPU's driver, which take up to a millisecond.
+OFTEN = 1.0
+
 
 class RankFigures:
     """One rank's file. Numbers are taken without waiting for the device and written once they are available."""
@@ -20,6 +24,7 @@ class RankFigures:
         self._lines = JsonLinesFile(directory / rank_file(rank))
         self._device = device
         self._due: Callable[[], dict[str, Any]] | None = None
+        self._utilisation = Utilisation(device) if device.type == "cuda" else None
 
     def take(self, step: int, steps: int, seconds: Callable[[], dict[str, float]]) -> None:
         """Record ``steps`` steps up to ``step``.
@@ -28,10 +33,11 @@ class RankFigures:
         """
         self.flush()
         now, (memory, peak) = time.time(), held(self._device)
+        more = {} if self._utilisation is None else self._utilisation.record()
 
         def complete() -> dict[str, Any]:
             phases = {phase: round(1e3 * spent / steps, 4) for phase, spent in seconds().items()}
-            return {"step": step, "time": now, **phases, "memory": memory, "peak": peak}
+            return {"step": step, "time": now, **phases, "memory": memory, "peak": peak, **more}
 
         self._due = complete
         if self._device.type != "cuda":
@@ -45,6 +51,24 @@ class RankFigures:
     def close(self) -> None:
         self.flush()
         self._lines.close()
+
+
+class Utilisation:
+    """The share of time in which a GPU runs kernels, as its driver measures it; absent without nvidia-ml-py."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._asked, self._absent = device, -math.inf, False
+
+    def record(self) -> dict[str, Any]:
+        """Return the percentage as a field of a record; empty if it is unknown, or was queried within ``OFTEN``."""
+        if self._absent or time.monotonic() < self._asked + OFTEN:
+            return {}
+        self._asked = time.monotonic()
+        try:
+            return {"utilisation": int(torch.cuda.utilization(self._device))}
+        except Exception:  # no nvidia-ml-py, or one of its own errors; a figure less must not end the training
+            self._absent = True
+            return {}
 
 
 def held(device: torch.device) -> tuple[int | None, int | None]:

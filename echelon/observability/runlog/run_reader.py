@@ -33,6 +33,7 @@ class StepRecord:
 
     phases:      milliseconds per step in each phase, since the previous record
     steps_per_s: speed if the number of examples is unknown; None otherwise
+    gradient_norm: norm of the gradients before clipping; None without clipping
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepRecord:
     examples_per_s: float | None
     phases: dict[str, float] = field(default_factory=dict)
     steps_per_s: float | None = None
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class RankStepRecord:
 
     phases:       milliseconds per step in each phase
     memory, peak: bytes
+    utilisation:  percent of the time in which the rank's GPU ran kernels; None if unknown
     """
 
     step: int
@@ -76,6 +79,7 @@ class RankStepRecord:
     phases: dict[str, float]
     memory: int | None
     peak: int | None
+    utilisation: float | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ def _step(record: JSON) -> StepRecord | None:
         examples_per_s=number(record, "examples_per_s"),
         phases=_phases(record),
         steps_per_s=number(record, "steps_per_s"),
+        gradient_norm=number(record, "gradient_norm"),
     )
 
 
@@ -270,6 +275,7 @@ def _rank_steps(path: Path, began: float) -> tuple[RankStepRecord, ...]:
             phases=_phases(record),
             memory=integer(record, "memory"),
             peak=integer(record, "peak"),
+            utilisation=number(record, "utilisation"),
         )
         for record in _since(json_lines(path), began)
         if (step := integer(record, "step")) is not None

@@ -139,6 +139,7 @@ def charts(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
     figures: list[tuple[str, str, bool, Callable[[Run], list[Point]]]] = [
         ("Loss", "loss", False, lambda run: [(float(each.step), each.loss) for each in run.steps]),
         *((f"Evaluation: {name}", name, False, _evaluated(name)) for name in results),
+        ("Gradient norm", "norm", False, lambda run: [(float(each.step), each.gradient_norm) for each in run.steps]),
         ("Speed", "examples/s", True, lambda run: [(float(each.step), each.examples_per_s) for each in run.steps]),
         ("Time of a step", "ms", True, _step_times),
         *((f"Logged: {name}", name, False, _logged(name)) for name in logged),

@@ -103,9 +103,12 @@ class VerifyEngine(Engine):
     def _open_loader(self, request: LoaderRequest) -> Loader:
         return self.observer.loader(self.world, super()._open_loader(request))
 
-    def _update_weights(self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor, factor: float) -> None:
+    def _update_weights(
+        self, optimizers: Mapping[str, torch.optim.Optimizer], loss: Tensor, factor: float
+    ) -> Tensor | None:
         if self.observer.gradients(self, list(optimizers)):
-            super()._update_weights(optimizers, loss, factor)
+            return super()._update_weights(optimizers, loss, factor)
+        return None
 
     def _rate_factor(self, step: int) -> float:
         return self.observer.rate(step, super()._rate_factor(step))

@@ -139,9 +139,14 @@ def _charts(there: Mapping[int, Sequence[RankStepRecord]]) -> list[Chart]:
         for rank, steps in there.items()
     }
     gigabytes = {rank: [(x, y / 1e9) for x, y in points] for rank, points in held.items()}
+    busy = {
+        rank: [(float(each.step), each.utilisation) for each in steps if each.utilisation is not None]
+        for rank, steps in there.items()
+    }
     found = [
         chart("rank-work", f"Own work of a step{most_of(own)}", "ms", lines(own, "rank"), zero=True),
         chart("rank-memory", f"Memory{most_of(gigabytes)}", "GB", lines(gigabytes, "rank"), zero=True),
+        chart("rank-busy", f"GPU utilisation{most_of(busy)}", "%", lines(busy, "rank"), zero=True),
     ]
     return [each for each in found if each is not None]
 

@@ -15,7 +15,7 @@ MOST_RESULTS = 12
 
 def charts(run: Run) -> list[Chart]:
     frame = Frame([float(each.step) for each in (*run.steps[:1], *run.steps[-1:])], restarts(run))
-    found = [_loss(run, frame), _speed(run, frame), _times(run, frame), _rate(run, frame)]
+    found = [_loss(run, frame), _speed(run, frame), _times(run, frame), _rate(run, frame), _norm(run, frame)]
     return [each for each in (*found, *_results(run, frame), *_logged(run, frame)) if each is not None]
 
 
@@ -58,6 +58,11 @@ def _rate(run: Run, frame: Frame) -> Chart | None:
     there = [each for each in run.steps if each.learning_rate is not None]
     line = Series("learning rate", "s-3", _points(there, lambda each: each.learning_rate))
     return chart("rate", "Learning rate", "learning rate", [line], zero=True, reach=frame.reach)
+
+
+def _norm(run: Run, frame: Frame) -> Chart | None:
+    line = Series("before clipping", "s-6", _points(run.steps, lambda each: each.gradient_norm))
+    return chart("norm", "Gradient norm", "norm", [line], reach=frame.reach, restarts=frame.again)
 
 
 def _times(run: Run, frame: Frame) -> Chart | None:
