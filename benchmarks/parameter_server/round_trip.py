@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from echelon.base.security import OPEN, Security
 from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.parameter_server.protocol.job_spec import DenseBlock, DenseRule, JobSpec, PersistenceSettings, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
@@ -40,7 +41,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as state:
         began = time.perf_counter()
         server = start(options, state)
-        link = ServerChannel(ENDPOINT, timeout=60)
+        security = OPEN if options.bare else Security.from_environment().for_loopback([ENDPOINT])
+        link = ServerChannel(ENDPOINT, security=security, timeout=60)
         link.call(WireMessage({"op": "stats", "worker": -1}))
         results: dict[str, Any] = {"start_s": time.perf_counter() - began, "load": os.getloadavg()[0]}
         if not options.bare:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from echelon.base.endpoints import split_endpoint
 from echelon.base.environment import PS_CA, PS_CERT, PS_CLIENT_CA, PS_KEY, PS_TOKEN, PS_TOKEN_FILE
 from echelon.base.errors import UsageError
 from echelon.base.job_secret import find_token, refuse_short
+from echelon.base.user_token import user_token
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,16 @@ class Security:
             token = hmac.new(of_job, b"parameter servers", "sha256").hexdigest()
         names = (PS_CERT, PS_KEY, PS_CA, PS_CLIENT_CA)
         return cls(token, *(Path(env[name]) if env.get(name) else None for name in names))
+
+    def for_loopback(self, endpoints: Sequence[str], *, serves: bool = False) -> Security:
+        """Return these credentials with this user's own token if all servers are on loopback and none was given.
+
+        serves:  True for a server, which needs none if it asks for certificates; a client needs none if it has one
+        """
+        is_known = self.token is not None or (self.client_authority if serves else self.certificate) is not None
+        if is_known or not endpoints or not all(is_loopback(split_endpoint(each)[0]) for each in endpoints):
+            return self
+        return replace(self, token=user_token())
 
     @property
     def proof_key(self) -> bytes:

@@ -11,6 +11,7 @@ from command import finish, start
 from harness import free_port
 
 from echelon.base.errors import EchelonError
+from echelon.base.security import Security
 from echelon.parameter_server.persistence.persistence import ShardPersistence
 from echelon.parameter_server.protocol.channel import ServerChannel
 from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
@@ -53,7 +54,7 @@ def test_a_checkpoint_is_served_and_never_changed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "ckpt", tmp_path / "state")
     endpoint = f"127.0.0.1:{free_port()}"
     server = start("serve", "--endpoint", endpoint, "--read-only", "ckpt", cwd=tmp_path)
-    link = ServerChannel(endpoint, timeout=60)
+    link = ServerChannel(endpoint, security=Security().for_loopback([endpoint]), timeout=60)
     asked = np.concatenate([IDS, [2**62]])
     pull = {"op": "pull", "worker": -1, "step": 0, "tables": {"words": len(asked)}, "dense": False, "commit": None}
     (rows,) = link.call(WireMessage(pull | {"peek": True}, [asked])).arrays

@@ -64,6 +64,11 @@ def push(link: ServerChannel, ids: np.ndarray, grads: np.ndarray, seq: int, work
     return link.call(WireMessage({**head, "has": ["ids", "rows"]}, [ids, grads.reshape(-1)])).head
 
 
+def own(endpoint: str) -> Security:
+    """Return what a process of this user shows to a server that was started by hand without a token."""
+    return Security().for_loopback([endpoint])
+
+
 def argv(endpoints: list[str], index: int, state: Path | None = None, trainers: int = 1, join: float = 60) -> list[str]:
     kept = ["--state", str(state)] if state else []
     return [
@@ -76,7 +81,7 @@ def test_server_killed_repeatedly_keeps_every_answered_push(tmp_path: Path):
     endpoint, job, state = free_endpoint(), job_of(1), tmp_path / "state"
     command = argv([endpoint], 0, state)
     server = ServerProcess(command, tmp_path / "log")
-    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
+    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0", security=own(endpoint))
     open_job(link, job)
     expected = pull(link, IDS).copy()
     rng = np.random.default_rng(0)
@@ -136,6 +141,32 @@ def test_mirrored_servers_lost_disk_is_read_back_from_neighbour(tmp_path: Path):
     assert [server.wait() for server in servers] == [0, 0]
 
 
+def test_server_by_hand_asks_for_the_token_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Any user of the host reaches a loopback port, and a server writes files as its owner."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    endpoint = free_endpoint()
+    server = ServerProcess(argv([endpoint], 0), tmp_path / "log", XDG_STATE_HOME=str(tmp_path))
+    ours = ServerChannel(endpoint, security=own(endpoint), timeout=30)
+    open_job(ours, job_of(1))
+    file = tmp_path / "echelon" / "server-token"
+    assert (file.stat().st_mode & 0o777, len(file.read_text())) == (0o600, 64)
+    for token in (None, "the token of another user"):
+        theirs = ServerChannel(endpoint, security=Security(token=token), timeout=30)
+        with pytest.raises(EchelonError, match="does not take this process's token"):
+            theirs.call(WireMessage({"op": "export", "worker": -1, "table": "t", "path": str(tmp_path / "x")}))
+        theirs.close()
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match="can be read or written by other users; remove it"):
+        own(endpoint)
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    with pytest.raises(UsageError, match=r"none can be kept in .* set ECHELON_PS_TOKEN"):
+        own(endpoint)
+    assert Security().for_loopback(["10.0.0.1:1", endpoint]).token is None
+    ours.call(WireMessage({"op": "leave", "worker": 0}))
+    ours.close()
+    assert server.wait() == 0
+
+
 def test_workers_that_never_come_are_named(tmp_path: Path):
     endpoint = free_endpoint()
     alone = ServerProcess(argv([endpoint], 0, trainers=3, join=0.3), tmp_path / "alone")
@@ -144,7 +175,7 @@ def test_workers_that_never_come_are_named(tmp_path: Path):
     assert alone.lines()[1:] == [line]
 
     some = ServerProcess(argv([endpoint], 0, trainers=3, join=3), tmp_path / "some")
-    link = ServerChannel(endpoint)
+    link = ServerChannel(endpoint, security=own(endpoint))
     open_job(link, job_of(1, trainers=3), worker=1)
     assert some.wait() == 1
     link.close()
@@ -157,9 +188,9 @@ def test_idle_server_is_kept_by_heartbeats_and_ended_by_silence(tmp_path: Path):
     table = TableSpec(name="t", dim=DIM, rule=Sgd())
     job = JobSpec(session="s", mode="async", trainers=1, servers=1, tables=(table,), patience=0.2)
     server = ServerProcess(argv([endpoint], 0, join=2.0), tmp_path / "log")
-    link = ServerChannel(endpoint)
+    link = ServerChannel(endpoint, security=own(endpoint))
     open_job(link, job)
-    beats = HeartbeatSender([endpoint], 0, every=0.1)
+    beats = HeartbeatSender([endpoint], 0, own(endpoint), every=0.1)
     time.sleep(2.5)  # longer than the silence that ends it
     assert pull(link, IDS).shape == (len(IDS), DIM)
     beats.close()
@@ -171,7 +202,7 @@ def test_idle_server_is_kept_by_heartbeats_and_ended_by_silence(tmp_path: Path):
 def test_a_server_that_is_told_to_end_keeps_its_state(tmp_path: Path):
     endpoint, state, job = free_endpoint(), tmp_path / "state", job_of(1)
     server = ServerProcess(argv([endpoint], 0, state), tmp_path / "log")
-    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=30)
+    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=30, security=own(endpoint))
     open_job(link, job)
     grads = np.ones((len(IDS), DIM), np.float32)
     first = pull(link, IDS).copy()
@@ -235,7 +266,7 @@ def test_servers_ask_each_other_and_do_without_one_that_is_gone():
 def test_a_server_writes_down_what_it_holds_and_moves(tmp_path: Path):
     endpoint, job = free_endpoint(), job_of(1, trainers=2)
     server = ServerProcess(argv([endpoint], 0, trainers=2), tmp_path / "log", ECHELON_LOG_DIR=str(tmp_path))
-    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0")
+    link = ServerChannel(endpoint, hello=hello_again(job, 0), timeout=60, name="server 0", security=own(endpoint))
     open_job(link, job)
     link.call(WireMessage({"op": "hello", "worker": 1, "session": job.session}))
     grads = np.ones((len(IDS), DIM), np.float32)

@@ -88,6 +88,7 @@ class ServerConnection:
             self._stream.cut()
 
     def close(self) -> None:
+        self.cut()  # a forked process may hold the connection as well
         if self._stream is not None:
             self._stream.close()
 

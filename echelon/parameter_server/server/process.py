@@ -56,6 +56,7 @@ def serve(role: Role, *, state: Path | None = None, security: Security | None = 
     state:  directory for state that outlives this process; None: taken from the environment, else no persistence
     """
     security = security or Security.from_environment(token=role.token or None)
+    security = security.for_loopback(role.endpoints, serves=True)
     state = state or (Path(os.environ[PS_STATE]) if os.environ.get(PS_STATE) else None)
     _without_helpers()
     process = ParameterServerProcess(role, state, security)

@@ -24,6 +24,7 @@ def serve_checkpoint(role: Role, checkpoint: Path, security: Security) -> int:
     shard = ServerShard(role.index, job.servers, read_only=True)
     shard.install(job)
     step = load_into(shard, path)
+    security = security.for_loopback(role.endpoints, serves=True)
     server = ServerPort(role.endpoints[role.index], shard.handle, security)
     say(f"server {role.index} of {job.servers} serves step {step} at {server.endpoint}", stdout=True)
     number = _signal()

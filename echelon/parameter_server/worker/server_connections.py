@@ -32,7 +32,7 @@ class ServerConnections:
         from echelon.base.security import Security
         from echelon.parameter_server.protocol.channel import ServerChannel
 
-        security = Security.from_environment()
+        security = Security.from_environment().for_loopback(self._role.endpoints)
         return [
             ServerChannel(
                 endpoint,
@@ -91,7 +91,7 @@ class ServerConnections:
 
         self._missing = WaitNotice(self._me, self._role.join_timeout, "start the missing processes", component="ps")
         self._begin = WaitNotice(self._me, None, component="ps")
-        security = Security.from_environment()
+        security = Security.from_environment().for_loopback(self._role.endpoints)
         self._beats = HeartbeatSender(
             self._role.endpoints, self._role.index, security, links=self.links, hear=self._hear
         )
@@ -118,7 +118,7 @@ def announce_worker(role: Role) -> Iterator[None]:
     from echelon.base.security import Security
     from echelon.parameter_server.protocol.channel import HeartbeatSender
 
-    beats = HeartbeatSender(role.endpoints, role.index, Security.from_environment())
+    beats = HeartbeatSender(role.endpoints, role.index, Security.from_environment().for_loopback(role.endpoints))
     try:
         yield
     finally:
