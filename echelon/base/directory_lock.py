@@ -63,16 +63,20 @@ class _HeldLock:
 _held: dict[tuple[str, str], _HeldLock] = {}  # by directory and file: users in one process share a lock
 
 
-def claim(directory: Path, use: LockUse, restarted: bool, say: Callable[[str], None]) -> str | None:
+def claim(
+    directory: Path, use: LockUse, restarted: bool, say: Callable[[str], None], patience: float | None = None
+) -> str | None:
     """Lock ``directory`` for this process; return None, or the reason for a refusal. ``release`` unlocks it.
 
     restarted:  the job has been restarted, so its own process on a lost host may still hold the lock
+    patience:   seconds to wait for the holder to end; default: 5, or 120 if the job has been restarted
     """
     key, here = _key(directory, use), socket.gethostname()
     if key in _held:
         _held[key].count += 1
         return None
-    until = time.monotonic() + (PATIENCE_AFTER_RESTART if restarted else PATIENCE)
+    usual = PATIENCE_AFTER_RESTART if restarted else PATIENCE
+    until = time.monotonic() + (usual if patience is None else patience)
     try:
         while (handle := _locked(directory, use)) is None:
             holder = read_holder(directory, use)

@@ -8,12 +8,13 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from echelon.base.console import say
+from echelon.base.directory_lock import LockUse, claim, release
 from echelon.base.environment import (
     BOUND_MARK,
     COPIES,
@@ -60,6 +61,12 @@ from echelon.observability.runlog.events import note_beside
 from echelon.observability.runlog.log_files import given_directory
 from echelon.parameter_server.protocol.port_check import check_port
 
+LOGS = LockUse(
+    ".launcher",
+    "launcher",
+    "writes its logs and records there, too, and both will be mixed; give one of the jobs another --log-dir",
+)
+
 
 def launch(job: Job) -> int:
     """Run the job on this host together with the others; return the first failing rank's exit code, or 0."""
@@ -68,6 +75,25 @@ def launch(job: Job) -> int:
             check_port(job.roles.endpoints[index])
     _hush_torch()
     install_launcher_signal_handlers()
+    with _log_directory(job):
+        return _launch(job)
+
+
+@contextlib.contextmanager
+def _log_directory(job: Job) -> Iterator[None]:
+    """Say inside the context if another job writes into the log directory; hosts and parts of one job share it."""
+    if not job.one_host or LOG_DIR in os.environ:
+        yield
+        return
+    if (shared := claim(job.log_dir, LOGS, False, say, patience=0.0)) is not None:
+        say(shared)
+    try:
+        yield
+    finally:
+        release(job.log_dir, LOGS)
+
+
+def _launch(job: Job) -> int:
     _forget_surrounding_job()
     if job.one_host and job.master is not None:
         say("--master is not needed for a job on one host and is left out")

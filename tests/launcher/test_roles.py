@@ -46,8 +46,9 @@ from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
 role = find_role()
 me = role.index
 away = float(os.environ.get("AWAY", role.join_timeout))
+own = Security.from_environment().for_loopback(role.endpoints)
 links = [
-    ServerChannel(endpoint, name=f"server {n}", security=Security.from_environment(), timeout=away)
+    ServerChannel(endpoint, name=f"server {n}", security=own, timeout=away)
     for n, endpoint in enumerate(role.endpoints)
 ]
 

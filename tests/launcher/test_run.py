@@ -28,6 +28,25 @@ print(f"the sum is {mine.item():g} on {echelon.world_size()}")
 """
 
 
+def test_second_job_in_a_log_directory_is_named(tmp_path):
+    write(
+        tmp_path / "wait.py",
+        "import pathlib, time\n"
+        "pathlib.Path('begun').touch()\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.05)\n",
+    )
+    write(tmp_path / "any.py", "")
+    first = start("run", "--procs", 1, "wait.py", cwd=tmp_path)
+    until((tmp_path / "begun").exists, "the first job")
+    second = finish(start("run", "--procs", 1, "any.py", cwd=tmp_path))
+    assert second.code == 0
+    assert f" on host {socket.gethostname()} writes its logs and records there, too" in second.err
+    (tmp_path / "go").touch()
+    end = finish(first)
+    assert (end.code, end.err) == (0, "")
+    assert not (tmp_path / "log" / ".launcher").exists()
+
+
 def test_each_rank_finds_its_place_its_arguments_and_its_log(tmp_path):
     write(
         tmp_path / "look.py",
