@@ -251,7 +251,9 @@ class _Replica:
         self.sizes = costs.units.sizes(self.setting).between(self.bounds)
         self.host = kind.workers[0][0][0].engine
         self.times = self._stage_times()
-        self.exchanges = [self._exchange(rank) for rank in range(draft.stage)]
+        self.passes = self.times.passes()
+        self.on_rank = self._by_rank(self.sizes)
+        self.exchanges = self._exchanges()
         self.timeline = self._timeline(simulate, events)
         waits = [end + found.gradients for end, found in zip(self.timeline.ends, self.exchanges, strict=True)]
         self.reduced = max(waits) + self._tied()
@@ -363,7 +365,7 @@ class _Replica:
 
     def _lengthened(self) -> tuple[Array, Array]:
         """Return the seconds of F and B, including exposed communication of shards."""
-        forward, backward = self.times.passes()
+        forward, backward = self.passes
         ranks = [stage % self.draft.stage for stage in range(self.draft.stages)]
         gathers = np.array([self.exchanges[rank].each_gather for rank in ranks]) / 2 / self.draft.chunks
         scatters = np.array([self.exchanges[rank].each_backward for rank in ranks]) / self.draft.chunks
@@ -383,13 +385,22 @@ class _Replica:
 
     # ---- between replicas ----
 
-    def _exchange(self, rank: int) -> ExposedTraffic:
-        stages = slice(rank, None, self.draft.stage)
-        forward, backward = self.times.passes()
-        held = StageParameterCounts(*(float(self.sizes[row, stages].sum()) for row in (0, 1, 3)))
-        busy = OverlapWindow(float(forward[stages].sum()), float(backward[stages].sum()))
-        device = self.kind.workers[rank][0][0]
-        return find_exposed_traffic(self.draft, held, busy, self.placement.replicate, device, self.system)
+    def _by_rank(self, each: Array) -> Array:
+        """Return the sums over the stages of every rank; the last axis of ``each`` is that of stages."""
+        return each.reshape(*each.shape[:-1], self.draft.chunks, self.draft.stage).sum(axis=-2)
+
+    def _exchanges(self) -> list[ExposedTraffic]:
+        """Return the communication of every rank, computed once for equal ranks, of which a long pipeline has many."""
+        found: dict[Hashable, ExposedTraffic] = {}
+        each = zip(*self.on_rank[[0, 1, 3]].tolist(), *self._by_rank(np.array(self.passes)).tolist(), strict=True)
+        keys = [(*sums, workers[0][0].name) for sums, workers in zip(each, self.kind.workers, strict=True)]
+        for key, workers in zip(keys, self.kind.workers, strict=True):
+            if key not in found:
+                trained, frozen, units, forward, backward, _ = key
+                held, busy = StageParameterCounts(trained, frozen, units), OverlapWindow(forward, backward)
+                device, group = workers[0][0], self.placement.replicate
+                found[key] = find_exposed_traffic(self.draft, held, busy, group, device, self.system)
+        return [found[key] for key in keys]
 
     def _tied(self) -> float:
         """Return the seconds to reduce gradients of weights that several stages share."""
@@ -402,7 +413,7 @@ class _Replica:
         return total
 
     def _update(self, rank: int) -> float:
-        entries = float(self.sizes[0, rank :: self.draft.stage].sum())
+        entries = float(self.on_rank[0, rank])
         if self.draft.shard:
             entries /= self.draft.replicate
         moved, optimizer = entries * self.costs.update_bytes[self.draft.amp], self.costs.optimizer
@@ -417,7 +428,7 @@ class _Replica:
         """Return the seconds of the busiest rank by cause; their sum is the step's time."""
         times, micros = self.times, self.draft.micro_batches
         forward, backward = self._lengthened()
-        on_rank = [float((forward + backward)[rank :: self.draft.stage].sum()) for rank in range(self.draft.stage)]
+        on_rank = self._by_rank(forward + backward).tolist()
         busiest = max(range(self.draft.stage), key=on_rank.__getitem__)
 
         def total(*arrays: Array) -> float:

@@ -7,6 +7,7 @@ pipeline's first stages hold the most micro-batches), or every split may span al
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -54,12 +55,18 @@ class CandidateMesh:
     def size(self) -> int:
         return self.replicate * self.stage * self.split
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the devices along the stage axis."""
         return tuple(device.name for device in self.stages)
 
-    @property
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[int, Device], ...]:
+        """Numbers of stages by device; a long pipeline has many stages and few kinds."""
+        devices, counts = {device.name: device for device in self.stages}, Counter(self.names)
+        return tuple((count, devices[name]) for name, count in counts.items())
+
+    @functools.cached_property
     def key(self) -> tuple[object, ...]:
         """A hashable key that is equal for equal meshes."""
         replicas = tuple((count, device.name) for count, device in self.replicas)

@@ -12,7 +12,6 @@ import heapq
 import itertools
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -269,10 +268,8 @@ class PlanSearch:
     def _bound(self, mesh: CandidateMesh, micro_batches: int) -> float:
         """Return a lower bound on the seconds: evenly distributed compute, and the least idle time of a pipeline."""
         shape = PlanShape(mesh, micro_batches, amp=self.means.amps[0])
-        devices = {device.name: device for device in mesh.stages}  # a long pipeline has many stages and few kinds
-        kinds = {name: self.tailor.least_seconds(shape, device) for name, device in devices.items()}
         replicas = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.replicas)
-        rate = sum(count / kinds[name] for name, count in Counter(mesh.names).items())
+        rate = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.kinds)
         alone = self.tailor.least_seconds(shape, mesh.replicas[0][1])
         working = self.batch / replicas / alone / rate
         return 0.9 * (working + (mesh.stage - 1) * self.tailor.samples(shape) / rate / 4)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from echelon.base.dynamo_stub import without_dynamo
 from echelon.planner.profiling.profile import Profile, profile
@@ -111,11 +112,23 @@ def _profiled(model: nn.Module, batch: int, sequence: int, name: str, device: De
 
 @contextlib.contextmanager
 def _shapes_only(dtype: torch.dtype) -> Iterator[None]:
-    """Create modules with this dtype on the meta device within the context."""
+    """Create modules with this dtype on the meta device within the context, without initial values."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"), without_dynamo():
+        with torch.device("meta"), without_dynamo(), _WithoutInit():
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+class _WithoutInit(TorchFunctionMode):
+    """A mode in which ``torch.nn.init`` does nothing: on the meta device, its decompositions would be imported."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
