@@ -387,7 +387,8 @@ class _Replica:
 
     def _by_rank(self, each: Array) -> Array:
         """Return the sums over the stages of every rank; the last axis of ``each`` is that of stages."""
-        return each.reshape(*each.shape[:-1], self.draft.chunks, self.draft.stage).sum(axis=-2)
+        found: Array = each.reshape(*each.shape[:-1], self.draft.chunks, self.draft.stage).sum(axis=-2)
+        return found
 
     def _exchanges(self) -> list[ExposedTraffic]:
         """Return the communication of every rank, computed once for equal ranks, of which a long pipeline has many."""
@@ -398,8 +399,8 @@ class _Replica:
             if key not in found:
                 trained, frozen, units, forward, backward, _ = key
                 held, busy = StageParameterCounts(trained, frozen, units), OverlapWindow(forward, backward)
-                device, group = workers[0][0], self.placement.replicate
-                found[key] = find_exposed_traffic(self.draft, held, busy, group, device, self.system)
+                group = self.placement.replicate
+                found[key] = find_exposed_traffic(self.draft, held, busy, group, workers[0][0], self.system)
         return [found[key] for key in keys]
 
     def _tied(self) -> float:
@@ -413,9 +414,7 @@ class _Replica:
         return total
 
     def _update(self, rank: int) -> float:
-        entries = float(self.on_rank[0, rank])
-        if self.draft.shard:
-            entries /= self.draft.replicate
+        entries = float(self.on_rank[0, rank]) / (self.draft.replicate if self.draft.shard else 1)
         moved, optimizer = entries * self.costs.update_bytes[self.draft.amp], self.costs.optimizer
         return max(
             moved / (device.bandwidth * device.updates.get(optimizer, device.update))
