@@ -144,6 +144,28 @@ def test_replica_refuses_an_earlier_process_and_an_earlier_state(tmp_path, line,
     again.close()
 
 
+def test_replica_refuses_a_manifest_without_its_snapshot(tmp_path, line, capfd):
+    """A neighbour whose disk is replaced between a snapshot and its manifest must not look complete."""
+    shard = opened(JOB, directory=tmp_path / "server-0", mirror=line)
+    push(shard, 0)
+
+    class Replaced(Line):
+        def __call__(self, frame):
+            if frame.head.get("file") == "manifest.json":
+                shutil.rmtree(tmp_path / "server-1" / "mirror-of-0")
+            return super().__call__(frame)
+
+    shard.persistence._replica._call = Replaced(line.neighbour)
+    shard.persistence.snapshot()
+    assert "which its manifest needs" in capfd.readouterr().err
+    shard.persistence._replica._call = line
+    shard.persistence.snapshot()
+    push(shard, 1)
+    shard.close()
+    shutil.rmtree(tmp_path / "server-0")
+    assert state_of(opened(JOB, directory=tmp_path / "server-0", mirror=line)) == state_of(trained(2, JOB))
+
+
 def test_two_servers_may_mirror_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "echelon.parameter_server.persistence.persistence.CATCH_UP", 3600.0

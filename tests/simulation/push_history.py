@@ -80,9 +80,13 @@ def _check_push(history: PushHistory, push: Push, counts: list[float]) -> list[s
             found.append(f"{where} counts {count:g} times")
         if count > 1.0 + 1e-6:
             found.append(f"{where} counts {count:g} times")
-        kept = history.mode == "async" or history.servers == 1 or (push.worker, push.epoch) not in history.dropped
-        if server in history.answered[push] and not count and kept:
-            found.append(f"{where} was answered and does not count")
+        is_dropped = (push.worker, push.epoch) in history.dropped
+        kept = not is_dropped or (
+            server in history.answered[push] and (history.mode == "async" or history.servers == 1)
+        )
+        if not count and kept:
+            answered = "was answered" if server in history.answered[push] else "is behind its worker, who finished,"
+            found.append(f"{where} {answered} and does not count")
     return found
 
 

@@ -225,11 +225,11 @@ class Scheduler:
 
     # ---- the end of a life ----
 
-    def finish(self, processes: list[SimulatedProcess]) -> None:
-        """Kill all processes, and let their tasks unwind."""
+    def finish(self, processes: list[SimulatedProcess], kill: Callable[[SimulatedProcess], None]) -> None:
+        """Kill all processes by ``kill``, and let their tasks unwind."""
         self.failure = None
         for process in processes:
-            self.kill(process)
+            kill(process)
         for _ in range(100_000):
             if not any(process.tasks for process in processes):
                 return

@@ -34,10 +34,14 @@ class Inode:
 
 @dataclass
 class NameChange:
-    """A change of names that is not certain to survive: paths get files, or (None) lose them."""
+    """A change of names that is not certain to survive: paths get files or directories, or (None) lose them."""
 
     directory: str
     names: dict[str, Inode | None]
+
+
+#: The inode of every directory.
+DIRECTORY = Inode()
 
 
 @dataclass
@@ -83,6 +87,7 @@ class SimulatedDisk:
         self.faults: dict[SimulatedProcess, DiskFaults] = {}
         self.counts: dict[SimulatedProcess, int] = {}
         self.operations = 0
+        self.slowness = 0.0  #: probability, for each operation, that it takes a millisecond or so
         self._open: dict[int, OpenFile] = {}
         self._inodes: dict[str, Inode] = {}
         self._durable: dict[str, Inode] = {}
@@ -177,7 +182,9 @@ class SimulatedDisk:
     def _rename_directory(self, old: str, new: str) -> None:
         """Rename a directory: all names below it move at once."""
         self.real.rename(old, new)
-        names: dict[str, Inode | None] = {}
+        below = [entry[0] for entry in os.walk(new)]
+        names: dict[str, Inode | None] = {old + path[len(new) :]: None for path in below}
+        names |= dict.fromkeys(below, DIRECTORY)
         for path in [path for path in self._inodes if path.startswith(old + os.sep)]:
             inode = self._inodes.pop(path)
             moved = new + path[len(old) :]
@@ -202,16 +209,22 @@ class SimulatedDisk:
         if name is not None and not os.path.exists(name):
             self._operation("mkdir", name, space=True)
         self.real.mkdir(path if name is None else name, mode, **({"dir_fd": dir_fd} if name is None else {}))
+        if name is not None:
+            self._pending.append(NameChange(os.path.dirname(name), {name: DIRECTORY}))
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         name = self._at(path, dir_fd)
         if name is not None:
             self._operation("rmdir", name)
         self.real.rmdir(path if name is None else name, **({"dir_fd": dir_fd} if name is None else {}))
+        if name is not None:
+            self._pending.append(NameChange(os.path.dirname(name), {name: None}))
 
     def open_stream(self, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **more: Any) -> Any:
         """Open a file as ``open`` does; writes of a simulated one go through ``write``."""
         name = self._at(file) if isinstance(file, str | os.PathLike) else None
+        if isinstance(file, int) and "r" in mode:
+            self._open.pop(file, None)  # the stream closes it
         if name is None or not set(mode) & set("wax+"):
             if name is not None:
                 self._alive()
@@ -227,7 +240,8 @@ class SimulatedDisk:
         self, kind: str, path: str, *, space: bool = False, partly: Callable[[], None] | None = None
     ) -> None:
         """Count an operation of the present process, and let its faults come true."""
-        self._scheduler.pause()
+        if self._rng.random() < self.slowness:
+            self._scheduler.sleep(self._rng.expovariate(1 / 0.001))
         process = self._alive()
         self.operations += 1
         if process is None:
@@ -268,10 +282,10 @@ class SimulatedDisk:
         kept = self._rng.choice((0, len(later), self._rng.randint(0, len(later))))
         for change in later[:kept]:  # a journaling file system keeps the order of changes of names
             _apply(change, survivors)
-        contents = {path: self._surviving(path, inode) for path, inode in survivors.items()}
-        directories = [entry[0] for entry in os.walk(home)]
+        directories = [path for path, inode in survivors.items() if inode is DIRECTORY]
+        contents = {path: self._surviving(path, file) for path, file in survivors.items() if file is not DIRECTORY}
         shutil.rmtree(home)
-        for directory in directories:
+        for directory in [home, *directories]:
             os.makedirs(directory, exist_ok=True)
         for path, content in contents.items():
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -279,6 +293,7 @@ class SimulatedDisk:
         self._forget(below)
         for path, content in contents.items():
             self._inodes[path] = self._durable[path] = Inode(content)
+        self._durable |= dict.fromkeys(directories, DIRECTORY)
 
     def lose(self, host: str) -> None:
         """Remove a host's disk with all its files."""
@@ -365,6 +380,7 @@ class SimulatedFile(io.RawIOBase):
 
     def __init__(self, disk: SimulatedDisk, handle: int) -> None:
         self._disk, self._handle = disk, handle
+        self._opened = disk._open[handle]
 
     def writable(self) -> bool:
         return True
@@ -382,14 +398,15 @@ class SimulatedFile(io.RawIOBase):
         return os.lseek(self._handle, offset, whence)
 
     def write(self, data: Any) -> int:
-        if self._disk._is_dead():
+        if self._opened.process is not None and self._opened.process.dead:
             return len(data)  # what is left in a dead process's buffer goes nowhere
         return self._disk.write(self._handle, bytes(data))
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            self._disk.close(self._handle)
+            if self._disk._open.get(self._handle) is self._opened:  # else the number may be another file's by now
+                self._disk.close(self._handle)
 
 
 def _apply(change: NameChange, names: dict[str, Inode]) -> None:

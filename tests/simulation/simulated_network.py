@@ -131,6 +131,8 @@ class SimulatedConnection:
     def open(self, seconds: float) -> None:
         port = self._reach(seconds)
         active().sleep(self.network.latency())
+        if port.process.dead:
+            raise ConnectionRefusedError("Connection refused")
         self.server = port.process
         active().spawn(port.process, lambda: self._serve(port), "stream")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from seeds import KEPT
+from mutants import MUTANTS, find
+from seeds import FOUND_BY, KEPT
 from server_life import LifeResult, live, simulated_servers
 
-LIVES, BLOCK = 90, 15
+LIVES, BLOCK = 60, 15
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,3 +40,9 @@ def test_seeds_that_once_failed_obey_the_laws() -> None:
 def test_seed_replays_a_life_to_the_last_step() -> None:
     one, other = live(3), live(3)
     assert (one.trace, one.operations, one.switches) == (other.trace, other.operations, other.switches)
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_life_finds_a_bug_of_one_line(name: str) -> None:
+    """Find a mutant by its kept seed; after a change of the simulation another one may be needed."""
+    assert find(MUTANTS[name], iter([FOUND_BY[name], *range(20)])) is not None

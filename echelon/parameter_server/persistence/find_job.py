@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import CheckpointError, EchelonError
-from echelon.parameter_server.persistence.persistence import home_of
+from echelon.parameter_server.persistence.persistence import home_of, make_home
 from echelon.parameter_server.persistence.replication import RemoteReplica
 from echelon.parameter_server.persistence.restore import MANIFEST, Manifest
 from echelon.parameter_server.persistence.snapshot import SnapshotFile
@@ -54,7 +54,7 @@ def _fetched_home(state: Path, server: int, ask: Callable[[WireMessage], WireMes
     if not isinstance(session, str):
         return None
     home = home_of(state, session, server)
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_home(home)
     return home if RemoteReplica(ask, server, home, session).fetch() else None
 
 

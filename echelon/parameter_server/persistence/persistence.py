@@ -36,6 +36,13 @@ def home_of(state: Path, session: str, server: int) -> Path:
     return state / f"{stable_hash(session):016x}" / f"server-{server}"
 
 
+def make_home(home: Path) -> None:
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(cannot_write(home, error)) from None
+
+
 class ShardPersistence:
     """The persistent state of one shard under ``directory``.
 
@@ -78,10 +85,7 @@ class ShardPersistence:
 
         The result is True if a state was restored.
         """
-        try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(cannot_write(self._directory, error)) from None
+        make_home(self._directory)
         self._owner.lock()
         try:
             return self._start()

@@ -82,6 +82,7 @@ class ReplicaHost:
             os.close(handle)
         if aside is not path:
             _check_newer(aside, home)
+            _check_complete(aside, home)
             aside.replace(path)
         return WireMessage({"ok": True})
 
@@ -264,6 +265,14 @@ def _check_newer(aside: Path, home: Path) -> None:
         raise EchelonError(
             f"the replica has all changes up to {stored.lsn}, and is not replaced by one up to {came['lsn']}"
         )
+
+
+def _check_complete(aside: Path, home: Path) -> None:
+    """Raise if a snapshot of the manifest that came is not here: this disk may have been replaced while it was sent."""
+    for part in Manifest.of_file(aside).chain:
+        path = home / part.file
+        if not path.exists() or path.stat().st_size != part.bytes:
+            raise EchelonError(f"the replica lacks {part.file}, which its manifest needs")
 
 
 def _checked(name: Any) -> str:

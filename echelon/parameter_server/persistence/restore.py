@@ -78,8 +78,10 @@ class Manifest:
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
         path = directory / MANIFEST
-        if not path.exists():
-            return None
+        return cls.of_file(path) if path.exists() else None
+
+    @classmethod
+    def of_file(cls, path: Path) -> Manifest:
         plain = read_json(path)
         try:
             chain = tuple(SnapshotChainFile(**part) for part in plain.pop("chain"))

@@ -1,0 +1,200 @@
+"""Bugs of one line that the simulation must find: python tests/simulation/mutants.py [--lives N] [WORDS OF A NAME]
+
+Each mutant changes the source of one function of Echelon. Some are bugs that Echelon had. Without arguments every
+mutant lives from seed 0 on until a life breaks a law; ``seeds.py`` keeps the seeds that find them, for the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from seeds import FOUND_BY
+from server_life import live, simulated_servers
+
+from echelon.parameter_server.persistence import file_record, journal, persistence, replication, restore, snapshot
+from echelon.parameter_server.protocol.channel import ServerChannel
+from echelon.parameter_server.server import membership_coordinator, modes, shard, state, store
+from echelon.parameter_server.worker import client, server_connections
+
+
+class Mutant(NamedTuple):
+    """A change of one function: ``old`` in its source becomes ``new``.
+
+    only:  faults of the lives that look for it; default: any
+    """
+
+    owner: Any
+    function: str
+    old: str
+    new: str
+    only: tuple[str, ...] = ()
+
+
+MUTANTS: dict[str, Mutant] = {
+    "no dedup of pushes": Mutant(shard.ServerShard, "push", "push.seq <= membership.seq", "push.seq < membership.seq"),
+    "gap between pushes accepted": Mutant(
+        shard.ServerShard,
+        "_check_order",
+        "push.seq != membership.seq + 1",
+        "push.seq < membership.seq",
+        ("disk error",),
+    ),
+    "change applied and not journaled when large": Mutant(
+        persistence.ShardPersistence,
+        "append",
+        "if self._segment is None",
+        "if self._shard.lsn % 7 == 5 or self._segment is None",
+    ),
+    "one segment too many swept": Mutant(
+        restore.Manifest, "needs", "segment >= self.segment", "segment > self.segment"
+    ),
+    "no floors at a restore": Mutant(
+        restore, "restore", "set_floors(_floors(newest), newest.dense_lsn)", "set_floors({}, 0)"
+    ),
+    "snapshot not synced before its manifest": Mutant(
+        snapshot.RecordFileWriter, "sync", "os.fsync(self._handle)", "None"
+    ),
+    "manifest not synced before its rename": Mutant(restore, "write_json", "os.fsync(file.fileno())", "None"),
+    "record not synced with fsync": Mutant(
+        journal.JournalSegment, "append", "if self._fsync:", "if False:", ("power cut",)
+    ),
+    "failed write left in the journal": Mutant(
+        journal.JournalSegment,
+        "_undo",
+        "os.ftruncate(self._handle, self.size)",
+        "None",
+        ("disk error", "kill a server"),
+    ),
+    "torn tail not cut off": Mutant(
+        journal, "_cut", "os.ftruncate(handle, offset)", "None", ("die at a disk operation",)
+    ),
+    "short write taken for a whole one": Mutant(file_record, "write_all", "left[0] = left[0][wrote:]", "left.pop(0)"),
+    "delta after a snapshot that failed": Mutant(
+        persistence.ShardPersistence, "snapshot", "self._rebase = True ", "pass ", ("disk error", "kill a server")
+    ),
+    "step settled without commits": Mutant(modes.SyncMode, "_waits_for", "return late | unsure", "return late"),
+    "dropped worker's last step taken from one server": Mutant(
+        membership_coordinator.MembershipCoordinator, "_drop", "max(int(", "min(int(", ("kill a worker",)
+    ),
+    "pushes of a dropped worker kept": Mutant(
+        modes.SyncMode, "discard", "if step > after", "if step > after + 1", ("kill a worker",)
+    ),
+    "held pushes left out of snapshots": Mutant(
+        state.ServerState, "pending", "return self.mode.pending()", "return []"
+    ),
+    "commits left out of the journal": Mutant(
+        shard.ServerShard, "_commit", "self.change(self.stamped(", "self.apply(self.stamped("
+    ),
+    "failed change taken for an applied one": Mutant(
+        state.ServerState, "_break", "self.broken = self.broken or (", "_ = (", ("exception in apply", "audit")
+    ),
+    "state after a failed change saved": Mutant(
+        persistence.ShardPersistence, "_held", "if self._shard.broken:", "if False:", ("exception in apply", "audit")
+    ),
+    "joining while steps go on": Mutant(modes.SyncMode, "settle", "not self.frozen and ", "", ("kill a worker",)),
+    "requests lost with their connection": Mutant(
+        ServerChannel, "_drop", "self.break_off()", "self.break_off(); self._waiting.clear()"
+    ),
+    "replica's gap not noticed": Mutant(
+        replication.ReplicaHost, "_write", "if size < offset:", "if False:", ("kill a server", "lose a disk")
+    ),
+    "replica not brought up to date": Mutant(
+        replication.RemoteReplica, "_follow", "self._send_file(part.file)", "pass", ("kill a server", "lose a disk")
+    ),
+    "replay below the floor": Mutant(store.ServerStore, "_above_floor", "< self._lsn", "<= self._lsn"),
+    # what the simulation has found
+    "two states of a worker kept": Mutant(
+        state.ServerState, "_apply_push", "1 - BLOBS", "2 - BLOBS", ("disk full", "kill a server")
+    ),
+    "server without values taken for the known one": Mutant(
+        server_connections.ServerConnections,
+        "_greet",
+        'known.get("begun") or not',
+        "True or not",
+        ("power cut", "lose a disk"),
+    ),
+    "lost state not named to a worker": Mutant(
+        client.ParameterServerClient,
+        "last_push",
+        "if most - least >= BLOBS",
+        "if False",
+        ("lose a disk", "restart all"),
+    ),
+    "zeros taken for records that a replica has": Mutant(
+        replication.RemoteReplica, "_lost", "sound_size(path) if later else", "", ("power cut",)
+    ),
+    # what the review found
+    "empty state begun while the replica does not answer": Mutant(
+        replication.RemoteReplica,
+        "fetch",
+        "if isinstance(error, PeerLost) and",
+        "if False and",
+        ("lose a disk", "restart all"),
+    ),
+    "failed change not marked": Mutant(
+        state.ServerState, "apply", "self._break(frame, error)", "pass", ("exception in apply", "audit")
+    ),
+}
+
+
+@contextlib.contextmanager
+def mutated(mutant: Mutant) -> Iterator[None]:
+    """Put the changed function in place inside the context."""
+    held = inspect.getattr_static(mutant.owner, mutant.function)
+    function = inspect.unwrap(held)
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(mutant.old) != 1:
+        raise LookupError(f"{mutant.function}: {mutant.old!r} stands there {source.count(mutant.old)} times")
+    made: dict[str, Any] = {}
+    code = compile(source.replace(mutant.old, mutant.new), f"mutant of {mutant.function}", "exec")
+    exec(code, function.__globals__, made)
+    owners = [mutant.owner] if inspect.isclass(mutant.owner) else _importers(held)
+    for owner in owners:
+        setattr(owner, mutant.function, made[mutant.function])
+    try:
+        yield
+    finally:
+        for owner in owners:
+            setattr(owner, mutant.function, held)
+
+
+def _importers(function: Any) -> list[Any]:
+    """Return the modules that know a function by its name."""
+    known = [module for name, module in sys.modules.items() if name.startswith("echelon")]
+    return [module for module in known if getattr(module, function.__name__, None) is function]
+
+
+def find(mutant: Mutant, seeds: Iterator[int] | range) -> int | None:
+    """Return the first seed whose life breaks a law."""
+    with mutated(mutant):
+        return next((seed for seed in seeds if live(seed, only=mutant.only).violations), None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Lives with a bug in the servers.")
+    parser.add_argument("--lives", type=int, default=200, help="most lives of a mutant; default 200")
+    parser.add_argument("words", nargs="*", help="words of the names of mutants; default: all mutants")
+    given = parser.parse_args()
+    missed = []
+    with simulated_servers():
+        for name, mutant in MUTANTS.items():
+            if any(word not in name for word in given.words):
+                continue
+            began = time.process_time()
+            kept = [FOUND_BY[name]] if name in FOUND_BY else []
+            seed = find(mutant, iter([*kept, *range(given.lives)]))
+            missed += [name] if seed is None else []
+            print(f'    "{name}": {seed},  # {time.process_time() - began:.1f} s', flush=True)
+    print(f"{len(missed)} not found: {missed}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
