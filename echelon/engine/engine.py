@@ -294,11 +294,12 @@ class Engine(OwnLoop):
 
         >>> path = engine.save("runs/checkpoints", wait=True)
         """
-        with self._clock.apart("checkpoint"), self._replicas.shown():
+        with self._clock.apart("checkpoint"):
             self._passes.losses.look()
             self._ema.before_save()
-            own = self._checkpoints.own_state()
-            return self._checkpoints.save(directory, self.steps, own, wait)
+            own = self._checkpoints.own_state()  # this rank's own weights, before the average is shown
+            with self._replicas.shown():
+                return self._checkpoints.save(directory, self.steps, own, wait)
 
     @collective_call("communicate")
     def whole_state(self) -> dict[str, Tensor]:

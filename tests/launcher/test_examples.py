@@ -142,6 +142,8 @@ def test_every_example_is_tested() -> None:
     tested = {"adversarial.py", "digits.py", "strategies.py", "variable_length.py"}
     tested |= {"fluid_nccl2.py", "fluid_pservers.py"}  # test_fluid_ports.py
     tested |= {"fleet_resnet50.py"}  # tests/zoo/test_fleet_port.py
+    tested |= {"train.py"}  # tests/docs/test_readme.py
+    tested |= {"llama.py"}  # tests/third_party
     tested |= {"experts.py", "many_classes.py", "pipeline.py", "deepfm.py", "wide_deep.py", "word2vec.py", "auto.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 

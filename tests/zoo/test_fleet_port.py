@@ -26,6 +26,8 @@ from echelon.data import Downloader
 from echelon.data.download.downloader import unpack
 from echelon.data.download.spec import make_spec
 
+unpacks = pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="unpacking needs Python 3.11.4")
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "fleet_resnet50.py"
 IMAGES, CLASSES = 24, 3
 
@@ -83,6 +85,7 @@ def port(directory: str, fs_yaml: str) -> list[float]:
     return [float(cost) for *_, cost in found]
 
 
+@unpacks
 def test_example_trains_on_two_processes(fleets_yaml: str, tmp_path: Path) -> None:
     """That two processes give what one gives is seen by test_zoo_application.py, in 32 bits."""
     first, second = run(port, str(tmp_path), fleets_yaml, ranks=2)
@@ -91,6 +94,7 @@ def test_example_trains_on_two_processes(fleets_yaml: str, tmp_path: Path) -> No
     assert (tmp_path / "train" / "b9.png").is_file()
 
 
+@unpacks
 def test_archives_are_unpacked_once_and_never_outside(fleets_yaml: str, tmp_path: Path) -> None:
     names = [path.name for path in Downloader(fleets_yaml, tmp_path, quiet=True).fetch()]
     assert names == ["a.tar", "b.tar", "train.txt", "val.txt"]
@@ -108,6 +112,7 @@ def test_archives_are_unpacked_once_and_never_outside(fleets_yaml: str, tmp_path
         assert not (tmp_path / "out").exists()
 
 
+@unpacks
 def test_archives_with_the_same_folders_are_unpacked_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders take long to make here, so that without turns all archives would find each one missing."""
     names = [f"{number}.tar" for number in range(4)]
@@ -143,3 +148,12 @@ def test_fleets_keys_become_ours_or_one_line() -> None:
         with pytest.raises(UsageError, match=line) as raised:
             make_spec(given)
         assert "secret" not in str(raised.value)
+
+
+def test_archive_is_refused_where_python_cannot_confine_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".echelon").mkdir()
+    with tarfile.open(tmp_path / "a.tar", "w"):
+        pass
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    with pytest.raises(DataError, match=r"a\.tar is not unpacked: Python .* use Python 3\.11\.4 or later"):
+        unpack(tmp_path, "a.tar")

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import tarfile
 import threading
 import time
@@ -188,6 +189,11 @@ def unpack(folder: Path, name: str) -> None:
 
 
 def _extract(archive: Path, folder: Path) -> None:
+    if not hasattr(tarfile, "data_filter"):
+        raise DataError(
+            f"{archive} is not unpacked: Python {platform.python_version()} cannot keep an archive from writing outside "
+            f"{folder}; use Python 3.11.4 or later, or unpack it by hand and set unpack to false"
+        )
     try:
         with tarfile.open(archive) as opened:
             members = opened.getmembers()
