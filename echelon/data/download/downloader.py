@@ -191,8 +191,8 @@ def unpack(folder: Path, name: str) -> None:
 def _extract(archive: Path, folder: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
         raise DataError(
-            f"{archive} is not unpacked: Python {platform.python_version()} cannot keep an archive from writing outside "
-            f"{folder}; use Python 3.11.4 or later, or unpack it by hand and set unpack to false"
+            f"{archive} is not unpacked: Python {platform.python_version()} cannot keep an archive "
+            f"within {folder}; use Python 3.11.4 or later, or unpack it by hand and set unpack to false"
         )
     try:
         with tarfile.open(archive) as opened:
