@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip install --no-compile --quiet --disable-pip-version-check
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: ready demo test soak test-gpu test-third-party test-lowest fuzz matrix lint docs pictures bench lock audit sbom clean
+.PHONY: ready demo test soak simulate test-gpu test-third-party test-lowest fuzz matrix lint docs pictures bench lock audit sbom clean
 
 demo: $(READY)
 	$(BIN)/echelon run --procs 2 --log-dir runs/demo/log examples/digits.py --dir runs/demo --epochs 30 --fresh
@@ -18,8 +18,12 @@ test: $(READY)
 
 # Simulated lives of parameter servers, from a seed on: SOAK="--seconds 3600 --first 100000".
 SOAK ?= --seconds 600 --first 1000
-soak: $(READY)
-	PYTHONPATH=tests/simulation:tests/parameter_server:. $(BIN)/python tests/simulation/soak.py $(SOAK)
+soak: RUN = soak.py $(SOAK)
+soak: simulate
+
+# One program of tests/simulation: RUN="server_life.py 7", RUN="checkpoint_life.py 7", RUN=mutants.py.
+simulate: $(READY)
+	PYTHONPATH=tests/simulation:tests/parameter_server:. $(BIN)/python tests/simulation/$(RUN)
 
 # Parity for models and data sets of other libraries; timm's tests run where timm can be imported.
 test-third-party: $(READY)

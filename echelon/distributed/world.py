@@ -162,7 +162,7 @@ def _serve(role: Role) -> NoReturn:
 
     try:
         code = serve(role)
-    except Exception as error:  # the interpreter's own exit would wait, inside gRPC, for workers still connected
+    except Exception as error:  # the interpreter's own exit would wait for workers still connected
         sys.excepthook(type(error), error, error.__traceback__)
         end(1)
     if code:

@@ -1,6 +1,6 @@
 """One life of a job that saves checkpoints: real writers of several ranks on one simulated file system.
 
-python tests/simulation/checkpoint_life.py SEED      prints the trace of a life
+make simulate RUN="checkpoint_life.py SEED"      prints the trace of a life
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bugs of one line that the simulation must find: python tests/simulation/mutants.py [--lives N] [WORDS OF A NAME]
+"""Bugs of one line that the simulation must find: make simulate RUN="mutants.py [--lives N] [WORDS]"
 
 Each mutant changes the source of one function of Echelon. Some are bugs that Echelon had. Without arguments every
 mutant lives from seed 0 on until a life breaks a law; ``seeds.py`` keeps the seeds that find them, for the tests.

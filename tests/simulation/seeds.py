@@ -1,7 +1,7 @@
 """Seeds of lives that are lived again in every run.
 
 A seed means another life once the simulation itself has changed. So a bug that a life has found also becomes a mutant
-(``mutants.py``), and the seed that finds the mutant is found again by ``python tests/simulation/mutants.py``.
+(``mutants.py``), and the seed that finds the mutant is found again by ``make simulate RUN=mutants.py``.
 """
 
 from __future__ import annotations

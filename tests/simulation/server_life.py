@@ -1,6 +1,6 @@
 """One life of a job with parameter servers: a seed gives its shape, its faults and their order.
 
-python tests/simulation/server_life.py SEED      prints the trace of a life
+make simulate RUN="server_life.py SEED"      prints the trace of a life
 """
 
 from __future__ import annotations

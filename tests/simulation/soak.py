@@ -1,4 +1,4 @@
-"""Lives without end, or a range of seeds: python tests/simulation/soak.py --seconds 3600 [--first SEED]
+"""Lives without end, or a range of seeds: make soak SOAK="--seconds 3600 [--first SEED]"
 
 Prints each seed whose life breaks a law (then keep it in ``seeds.py``), and the rate at the end.
 """

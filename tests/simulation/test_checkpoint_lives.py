@@ -24,7 +24,7 @@ def test_saves_are_complete_or_absent() -> None:
     for seed in range(LIVES):
         result = live(seed)
         assert not result.violations, (
-            f"seed {seed} breaks a law; `python tests/simulation/checkpoint_life.py {seed}` shows its trace: "
+            f"seed {seed} breaks a law; `make simulate RUN='checkpoint_life.py {seed}'` shows its trace: "
             f"{result.violations}"
         )
 

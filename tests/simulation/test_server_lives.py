@@ -21,7 +21,7 @@ def _simulated() -> Iterator[None]:
 def check(result: LifeResult) -> None:
     trace = "\n".join(result.trace[-60:])
     assert not result.violations, (
-        f"seed {result.seed} breaks a law; `python tests/simulation/server_life.py {result.seed}` shows its trace, "
+        f"seed {result.seed} breaks a law; `make simulate RUN='server_life.py {result.seed}'` shows its trace, "
         f"seeds.py is for keeping it: {result.violations}\n{trace}"
     )
 

@@ -1,7 +1,4 @@
-"""``check_port``: check that a server can listen at its endpoint, before anything is started for it.
-
-gRPC reports every problem with an address by the same text: "Server did not start properly".
-"""
+"""``check_port``: check that a server can listen at its endpoint, before anything is started for it."""
 
 from __future__ import annotations
 

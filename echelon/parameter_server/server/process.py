@@ -215,7 +215,7 @@ def _signals(stop: Any) -> Iterator[None]:
 
 
 def end(code: int) -> NoReturn:
-    """Exit at once: Python's normal exit would wait, inside gRPC, for streams that only clients can close."""
+    """Exit at once: Python's normal exit would wait for threads that only clients end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
