@@ -236,6 +236,26 @@ def test_a_model_without_units_is_one() -> None:
     assert found.splits == 1
 
 
+class UnusedBlocks(nn.Module):
+    """A model whose only repeated blocks are never called."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(blocks))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(x)
+
+
+def test_a_model_with_unused_blocks_only_is_one_unit() -> None:
+    """Its operations are those of the model without these blocks, which still take memory."""
+    batch = (torch.randn(3, 4), torch.randn(3, 2))
+    (unused,), (plain,) = (profile(UnusedBlocks(n), batch, loss=mean_loss).sheet(3).units for n in (4, 0))
+    assert (unused.name, unused.weights - plain.weights) == ("", 4 * (4 * 4 + 4))
+    assert (unused.forward, unused.backward, unused.saved) == (plain.forward, plain.backward, plain.saved)
+
+
 class Cyclic(nn.Module):
     """Its results lie in cycles, which the collector looks for all the time in every other pass, else never."""
 

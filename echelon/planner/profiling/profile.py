@@ -217,6 +217,9 @@ class Profile:
                     split_first(shadow, self.split_marks, group, self._spread)
                 shadow.track_units(self._unit_names)
                 passes = [self._rehearse(shadow, size, amp) for size in dict.fromkeys(sizes)]
+        if not passes[0].calls and self._unit_names != [""]:
+            self._unit_names = [""]  # forward calls no unit: its blocks are unused, or only their weights are
+            return self._measure(split, amp, sizes)
         groups = self._groups if hasattr(self, "_groups") else None
         measured = _Measured(self._model, shadow, (passes[0], passes[-1]), sizes, groups)
         self._measured[(split, amp, sizes, False)] = measured
