@@ -37,7 +37,7 @@ from echelon.base.environment import (
     TRIAL,
     WAIT_LINES,
 )
-from echelon.base.errors import EchelonError, PeerLost
+from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.job_secret import find_token
 from echelon.base.torch_log import ERRORS, log_level
 from echelon.launcher.agent import HostAgent, HostPreempted, JobFailed
@@ -64,8 +64,10 @@ from echelon.parameter_server.protocol.port_check import check_port
 LOGS = LockUse(
     ".launcher",
     "launcher",
-    "writes its logs and records there, too, and both will be mixed; give one of the jobs another --log-dir",
+    "writes its logs and records there, too",
 )
+#: Seconds that a job may take to end while the next one in its log directory begins.
+_ENDING = 1.0
 
 
 def launch(job: Job) -> int:
@@ -81,12 +83,20 @@ def launch(job: Job) -> int:
 
 @contextlib.contextmanager
 def _log_directory(job: Job) -> Iterator[None]:
-    """Say inside the context if another job writes into the log directory; hosts and parts of one job share it."""
+    """Lock the log directory inside the context; hosts and parts of one job share it, and jobs that its job starts.
+
+    Raises ``UsageError`` if another job writes there and the options do not allow it.
+    """
     if not job.one_host or LOG_DIR in os.environ:
         yield
         return
-    if (shared := claim(job.log_dir, LOGS, False, say, patience=0.0)) is not None:
-        say(shared)
+    shares = job.options.share_log_dir
+    if (taken := claim(job.log_dir, LOGS, False, say, patience=0.0 if shares else _ENDING)) is not None:
+        if not shares:
+            raise UsageError(
+                f"{taken}; give this job another --log-dir, or --share-log-dir to mix the logs and records of both"
+            )
+        say(f"{taken}; logs and records of both jobs will be mixed")
     try:
         yield
     finally:

@@ -45,6 +45,9 @@ class RunOptions:
         ),
     ] = None
     log_dir: Annotated[str, typer.Option(help="Directory for rank-N.log, one file per rank.")] = "log"
+    share_log_dir: Annotated[
+        bool, typer.Option("--share-log-dir", help="Start even if another job writes into --log-dir.")
+    ] = False
     nic: Annotated[str | None, typer.Option(help="Network interface for Gloo and NCCL.")] = None
     join_timeout: Annotated[float, typer.Option(help="Seconds to wait for the other hosts, or roles.")] = 300.0
     last_call: Annotated[

@@ -28,7 +28,7 @@ print(f"the sum is {mine.item():g} on {echelon.world_size()}")
 """
 
 
-def test_second_job_in_a_log_directory_is_named(tmp_path):
+def test_second_job_in_a_log_directory_is_refused(tmp_path):
     write(
         tmp_path / "wait.py",
         "import pathlib, time\n"
@@ -38,9 +38,13 @@ def test_second_job_in_a_log_directory_is_named(tmp_path):
     write(tmp_path / "any.py", "")
     first = start("run", "--procs", 1, "wait.py", cwd=tmp_path)
     until((tmp_path / "begun").exists, "the first job")
-    second = finish(start("run", "--procs", 1, "any.py", cwd=tmp_path))
-    assert second.code == 0
-    assert f" on host {socket.gethostname()} writes its logs and records there, too" in second.err
+    jobs = [start("run", "--procs", 1, *words, "any.py", cwd=tmp_path) for words in (["--share-log-dir"], [])]
+    mixing, second = map(finish, jobs)
+    told = f" on host {socket.gethostname()} writes its logs and records there, too; "
+    assert (mixing.code, second.code) == (0, 2)
+    assert told + "logs and records of both jobs will be mixed" in mixing.err
+    assert second.err.count("\n") == 1
+    assert told + "give this job another --log-dir, or --share-log-dir to mix" in second.err
     (tmp_path / "go").touch()
     end = finish(first)
     assert (end.code, end.err) == (0, "")
