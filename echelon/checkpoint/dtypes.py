@@ -31,6 +31,7 @@ _SAFETENSORS = {
 }
 #: Older safetensors have no complex numbers: a checkpoint stores them as pairs of reals in one more dimension.
 _REAL_PAIRS = {torch.complex64: "F32", torch.complex128: "F64"}
+_READ_AS = {word: dtype for dtype, word in _SAFETENSORS.items()}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_SAFETENSORS, *_REAL_PAIRS)}
 
 
@@ -70,6 +71,11 @@ def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]
 def exported_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
     """Return the safetensors dtype and shape for other programs, with complex dtypes if safetensors has them."""
     return (_SAFETENSORS[dtype], list(shape)) if dtype in _SAFETENSORS else stored_as(dtype, shape)
+
+
+def read_as(word: str) -> torch.dtype | None:
+    """Return the dtype that safetensors calls ``word``, ``None`` if torch has none for it."""
+    return _READ_AS.get(word)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
