@@ -32,10 +32,11 @@ class Cursor:
         self.cut = cut
 
 
-def to_state(cursor: Cursor, order: Mapping[str, Any]) -> dict[str, Any]:
+def to_state(cursor: Cursor, order: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state for a checkpoint.
 
     order:  facts on which the epoch's order depends; a state can be loaded in mid-epoch only with equal facts
+    data:   identity of the data set
     """
     return {
         "epoch": cursor.epoch,
@@ -43,6 +44,7 @@ def to_state(cursor: Cursor, order: Mapping[str, Any]) -> dict[str, Any]:
         "samples": cursor.samples,
         "cut": cursor.cut,
         "order": dict(order),
+        "data": dict(data),
     }
 
 

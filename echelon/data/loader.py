@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from echelon.data.batched import BatchedSource, makes_batches
 from echelon.data.blocks import BlockSource, is_blocked
 from echelon.data.collate import BatchCollator
 from echelon.data.cursor import Cursor, from_state, to_state
+from echelon.data.data_identity import DataIdentity, data_identity, stored_identity
 from echelon.data.data_source import DataSource, RankBatch, UnknownLengthError, is_stream, kind_name
 from echelon.data.fingerprint import DatasetFingerprint, dataset_fingerprint
 from echelon.data.hugging_face import refuse_whole
@@ -47,6 +49,7 @@ class Loader:
     device, group: device of the batches; group whose ranks agree on the end of an epoch
     on_share: called with the number of samples of each batch
     ahead: called with each batch before the previous one is yielded
+    is_shared: False if each rank has data of its own, so that a state, which is rank 0's, does not say which
     options: fields of ``echelon.data.LoaderOptions``
 
     >>> loader = echelon.data.Loader(dataset, batch_size=8, shuffle=False)
@@ -64,6 +67,7 @@ class Loader:
         group: dist.ProcessGroup | None = None,
         on_share: Callable[[int], None] | None = None,
         ahead: Callable[[Any], None] | None = None,
+        is_shared: bool = True,
         **options: Any,
     ) -> None:
         for name in options.keys() - set(OPTIONS) - set(INNER):
@@ -78,7 +82,7 @@ class Loader:
             Agreement(self._source, self._options, group) if isinstance(self._source, ShardSource) else None
         )
         self._device, self._on_share, self._ahead = device, on_share, ahead
-        self._on_change = on_change
+        self._on_change, self._is_shared = on_change, is_shared
         pin = device is not None and device.type == "cuda"
         in_processes = 0 if isinstance(self._source, BlockSource) else self.workers  # blocks are read by threads
         self._fetching = BatchFetcher(
@@ -224,7 +228,21 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position as plain numbers, ready for JSON."""
-        return to_state(self._cursor, self._order_facts())
+        return to_state(self._cursor, self._order_facts(), self._identity._asdict() if self._is_shared else {})
+
+    @functools.cached_property
+    def _identity(self) -> DataIdentity:
+        return data_identity(self.dataset, self._source.size)
+
+    def changed_data(self, state: Mapping[str, Any]) -> str | None:
+        """Return what the data was when ``state`` was saved, and what it is; None if it has not changed.
+
+        state: result of ``state_dict``
+        """
+        before = stored_identity(state.get("data"))
+        if not self._is_shared or not any(before) or not before.differs(self._identity):
+            return None
+        return f"it was {before}, and it is {self._identity}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, with the same or another number of ranks or batch size.
@@ -234,6 +252,7 @@ class Loader:
         >>> loader.load_state_dict(loader.state_dict())
         """
         order = self._order_facts()
+        state = self._on_same_data(state)
         then, now = state.get("order", {}).get("world_size"), order.get("world_size")
         if self._on_change is not None and then != now and state.get("samples"):
             self._on_change(
@@ -244,6 +263,25 @@ class Loader:
         self._cursor = from_state(state, order, self.global_batch)
         self._continues = True
         self._iteration += 1
+
+    def _on_same_data(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state to continue from; at the start of its epoch if its data had another size.
+
+        Raises ``DataError`` in the middle of an epoch whose data has changed, unless the options accept that.
+        """
+        change = self.changed_data(state) if state.get("samples") else None
+        if change is None:
+            return state
+        before, size = stored_identity(state["data"]).size, self._identity.size
+        least = state["cut"] if self._options.uneven == "drop" else 1
+        if size is not None and before is not None and state["samples"] + least > before:
+            return {**state, "samples": size, "order": self._order_facts()}  # nothing was left of that epoch
+        if self._options.changed_data == "refuse":
+            raise DataError(
+                f"the data has changed in the middle of epoch {state['epoch']}: {change}; use the same data until that "
+                "epoch is done, or give the loader changed_data='accept'"
+            )
+        return state if before == size else {**state, "samples": 0, "position": 0}
 
     def _epochs_until(self, count: int) -> Iterator[int]:
         while self.epoch < count:
@@ -304,7 +342,7 @@ def _one_ahead(pieces: Iterator[RankBatch], show: Callable[[Any], None]) -> Iter
 
 
 #: Options that the engine sets.
-INNER = ("device", "group", "on_share", "on_change", "ahead", "total", "multiple")
+INNER = ("device", "group", "on_share", "on_change", "ahead", "is_shared", "total", "multiple")
 _NAMES = (*(field.name for field in fields(LoaderOptions)), *Loader.__init__.__annotations__)
 OPTIONS = tuple(name for name in _NAMES if name not in ("options", "return", *INNER))
 #: Names of torch's options, and the text that leads to Echelon's.

@@ -9,6 +9,7 @@ from echelon.base.errors import DataError, UsageError
 from echelon.data.order import block, stride, weighted
 
 Uneven = Literal["pad", "drop", "join"]
+ChangedData = Literal["refuse", "accept"]
 
 
 @strict
@@ -30,6 +31,7 @@ class LoaderOptions:
     shares: relative speeds of the ranks, which divide a global batch; ``batch_size`` is then the average
     total: samples of a global batch, if ranks do not divide it
     multiple: number to whose multiple the last batch of an epoch is padded; default: the ranks
+    changed_data: "refuse" (default) or "accept" to resume in the middle of an epoch although the data has changed
     pack: concatenate sequences without padding, as ``echelon.nn.Packed``; a number pads the tokens to its multiple
 
     >>> loader = engine.loader(dataset, global_batch=64, workers=2, uneven="drop")
@@ -52,6 +54,7 @@ class LoaderOptions:
     shares: tuple[float, ...] = ()
     total: int | None = None
     multiple: int | None = None
+    changed_data: ChangedData = "refuse"
     pack: bool | int = False
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class LoaderPositions:
         index = len(self._loaders)
         self._loaders.append(loader)
         if index < len(self._states):
-            loader.load_state_dict(self._states[index])
+            self._load(loader, self._states[index])
         self._given.compare_batch(index, loader, self._say)
 
     def note_settings(
@@ -62,7 +62,14 @@ class LoaderPositions:
         """Restore the positions of the loaders, including loaders that are created later."""
         self._states = states
         for loader, state in zip(self._loaders, states, strict=False):
-            loader.load_state_dict(state)
+            self._load(loader, state)
+
+    def _load(self, loader: Loader, state: dict[str, Any]) -> None:
+        """Restore a position, and say if its data has changed; in the middle of an epoch the loader may refuse it."""
+        loader.load_state_dict(state)
+        if (change := loader.changed_data(state)) is not None:
+            self._say(f"checkpoint: the data has changed: {change}; epoch {loader.epoch} goes on from batch "
+                      f"{loader.position} with the new data")  # fmt: skip
 
     def overruled(self, stored: Stored) -> list[str]:
         """Return a log line for each setting that the checkpoint overrides."""

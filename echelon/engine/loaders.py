@@ -90,6 +90,7 @@ class LoaderFactory:
         ahead: callback for each batch, called before the loader yields the previous batch
         """
         is_model_parallel = self._plan.is_model_parallel
+        is_shared = options.get("world_size", self._replicas) == self._replicas
         return Loader(
             dataset,
             **{
@@ -103,6 +104,7 @@ class LoaderFactory:
             group=self._grid.control(*self._plan.data_axes) if is_model_parallel else self._world.control,
             on_share=self._on_share,
             ahead=ahead,
+            is_shared=is_shared,
         )
 
     def training(self, request: LoaderRequest) -> Loader:

@@ -1,13 +1,15 @@
 """A loader that was stopped goes on with exactly the batches that were left."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from test_data_order import Counting, Squares, numbers
+from torch.utils.data import Subset, TensorDataset
 
 from echelon.base.errors import DataError
-from echelon.data import Loader
+from echelon.data import FileList, Loader
 
 SENTENCES = [torch.full((1 + n * 7 % 13,), n) for n in range(50)]
 CASES = {
@@ -129,7 +131,7 @@ def test_a_state_from_the_last_batch_has_an_empty_rest():
     [
         ({"seed": 1}, "epoch 0 with seed=0, this loader has seed=1"),
         ({"shuffle": False}, "shuffle=True, this loader has shuffle=False"),
-        ({"dataset": Squares(21)}, "size=20, this loader has size=21"),
+        ({"dataset": Squares(21)}, "epoch 0: it was 20 samples, and it is 21 samples; use the same data"),
     ],
 )
 def test_state_of_another_order_is_refused_only_mid_epoch(options, line):
@@ -142,6 +144,61 @@ def test_state_of_another_order_is_refused_only_mid_epoch(options, line):
         other.load_state_dict(loader.state_dict())
     other.load_state_dict(at_start)
     assert other.epoch == 0
+
+
+def moved_files(directory, texts):
+    directory.mkdir()
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+    return FileList(str(directory / "*.txt"), lambda path: Path(path).read_text().split())
+
+
+def test_changed_contents_or_files_are_refused_only_mid_epoch(tmp_path):
+    """Moved files are the same data. A file with other text, another name or a subset of other samples is not."""
+    texts = {"a.txt": "0 1 2", "b.txt": "3 4 5"}
+    rows = torch.arange(20)
+    cases = [
+        ((rows,), [(rows.clone(),)], [(rows + 1,)]),
+        (Subset(Squares(40), range(20)), [], []),  # user code reads it: only its size is known
+        (Subset(TensorDataset(rows), range(9)), [Subset(TensorDataset(rows), range(9))], [
+            Subset(TensorDataset(rows), range(1, 10))
+        ]),
+        (moved_files(tmp_path / "here", texts), [moved_files(tmp_path / "there", texts)], [
+            moved_files(tmp_path / "text", texts | {"b.txt": "3 4 6"}),
+            moved_files(tmp_path / "name", {"a.txt": "0 1 2", "c.txt": "3 4 5"}),
+            moved_files(tmp_path / "more", texts | {"c.txt": "6"}),
+        ]),
+    ]  # fmt: skip
+    for dataset, same, others in cases:
+        before = Loader(dataset, batch_size=4)
+        at_start = json.loads(json.dumps(before.state_dict()))
+        next(iter(before))
+        state = json.loads(json.dumps(before.state_dict()))
+        for good in [dataset, *same]:
+            Loader(good, batch_size=4).load_state_dict(state)
+        for bad in others:
+            loader = Loader(bad, batch_size=4)
+            with pytest.raises(DataError, match=r"has changed in the middle of epoch 0: it was .*checksum .* it is "):
+                loader.load_state_dict(state)
+            loader.load_state_dict(at_start)
+            accepting = Loader(bad, batch_size=4, changed_data="accept")
+            accepting.load_state_dict(state)
+            assert (accepting.epoch, accepting.position) == (0, 1)
+
+
+def test_accepted_data_of_another_size_begins_the_epoch_again():
+    before = Loader(Squares(20), batch_size=4)
+    batches = iter(before)
+    next(batches)
+    middle = before.state_dict()
+    for _ in range(4):
+        next(batches)
+    longer = Loader(Squares(24), batch_size=4, changed_data="accept")
+    longer.load_state_dict(middle)
+    assert sorted(n for batch in longer for n in numbers(batch)) == list(range(24))
+    at_end = Loader(Squares(24), batch_size=4)  # nothing was left of that epoch, so that nothing is refused
+    at_end.load_state_dict(before.state_dict())
+    assert [(epoch, len(list(at_end))) for epoch in at_end.epochs(2)] == [(0, 0), (1, 6)]
 
 
 def test_two_loops_at_once_are_refused():

@@ -6,7 +6,7 @@ import contextlib
 import io
 
 import torch
-from harness import run
+from harness import errors, run
 from torch import nn
 
 import echelon
@@ -14,7 +14,7 @@ import echelon
 DATA = torch.linspace(-1, 1, 144).reshape(48, 3), torch.linspace(0, 1, 48).reshape(48, 1)
 
 
-def train(directory, until, *, lr=0.1, decay=0.0, gamma=None, batch=4, by_hand=False):
+def train(directory, until, *, lr=0.1, decay=0.0, gamma=None, batch=4, by_hand=False, data=DATA, **options):
     """Returns what it said of the checkpoint, and its weights."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -29,7 +29,7 @@ def train(directory, until, *, lr=0.1, decay=0.0, gamma=None, batch=4, by_hand=F
             scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) if gamma else None,
             checkpoint=echelon.Checkpoint(dir=str(directory), asynchronous=False),
         )
-        loader = engine.loader(DATA, batch_size=batch, shuffle=False)
+        loader = engine.loader(data, batch_size=batch, shuffle=False, **options)
         for _ in loader.epochs(9):
             for x, y in loader:
                 if by_hand:
@@ -83,3 +83,13 @@ def test_same_values_and_rates_set_by_hand_say_nothing(tmp_path):
 def test_changed_batch_is_said(tmp_path):
     said, _ = resumed(tmp_path, {}, {"batch": 8})
     assert said == ["it was saved with a global batch of 4; from here on it is 8"]
+
+
+def test_changed_data_is_refused_until_it_is_accepted(tmp_path):
+    other = DATA[0].flip(0), DATA[1]
+    run(train, tmp_path, 3, ranks=2)
+    for line in errors(train, tmp_path, 6, ranks=2, data=other):
+        assert "the data has changed in the middle of epoch 0: it was 48 samples, checksum" in line
+    said = run(train, tmp_path, 6, ranks=2, data=other, changed_data="accept")[0][0]
+    assert [line.split(":")[0] for line in said] == ["the data has changed"]
+    assert said[0].endswith("epoch 0 goes on from batch 3 with the new data")
