@@ -39,7 +39,7 @@ from echelon.plan import Plan, make_plan
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.auto import AutoPlanner, find_saved, origin_of, refuse_settings_beside_plan
 from echelon.planner.apply.trial import Trial, find_trial
-from echelon.strategy import Auto, ParameterServer, Strategy
+from echelon.strategy import Auto, Lora, ParameterServer, Strategy
 from echelon.strategy.annotations.annotate import ModelMarks, collect
 from echelon.strategy.annotations.slices import Slices
 from echelon.strategy.annotations.slices import current as current_cluster
@@ -93,6 +93,7 @@ def distribute(
     check_types(model, optimizer, loss, strategy, plan, cluster, elastic, log)
     checkpoint = as_checkpoint(checkpoint)
     model, unwrapped = unwrap(model)
+    strategy, adapted = _adapted(model, strategy, optimizer)
     if PLAN_ONLY in os.environ:
         from echelon.tools.plan_report.planning_engine import make_planning_engine
 
@@ -135,7 +136,7 @@ def distribute(
     )
     run.record.settings(strategy_settings(resolved.strategy))
     report(world)
-    for line in filter(None, (unwrapped, resolved.reshaped)):
+    for line in filter(None, (unwrapped, *adapted, resolved.reshaped)):
         run.say(line)
     batch = None if sample is None else as_batch((sample,), {}, world.device)
     engine = _engine(run, resolved, terms.plan, batch, DeferredEngine if observer is None else observer.defer)
@@ -219,6 +220,18 @@ def _engine(
     engine = begin(planned, batch)
     _say_what_is_idle(run, resolved.strategy, planned.plan)
     return defer(run, planned.plan, planned=planned) if engine is None else engine
+
+
+def _adapted(model: nn.Module, strategy: Strategy | None, optimizer: Optimizers) -> tuple[Strategy | None, list[str]]:
+    """Give the model the adapters that the strategy requests, and log lines on them; change nothing without."""
+    lora = None if strategy is None else strategy.part(Lora)
+    if strategy is None or lora is None:
+        return strategy, []
+    from echelon.parallel.lora.adapt import adapt
+
+    seed = 0 if PLAN_ONLY in os.environ else worlds.current().seed
+    lora, lines = adapt(model, lora, name_optimizers(optimizer), seed)
+    return dataclasses.replace(strategy, lora=lora), lines
 
 
 def _observer(model: nn.Module, strategy: Strategy | None) -> VerifyObserver | None:

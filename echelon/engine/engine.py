@@ -311,6 +311,22 @@ class Engine(OwnLoop):
         with self._run.checker.explained(), self._replicas.shown():
             return whole_state(self._parts.local_state, self._run.world.control, is_sharded)
 
+    @collective_call("save")
+    def save_adapter(self, directory: str | Path) -> Path:
+        """Write the adapters in PEFT's format, whole from any layout, and return the directory; all ranks call it.
+
+        ``peft.PeftModel.from_pretrained(model, directory)`` and ``Lora(weights=directory)`` read it.
+
+        directory: directory of ``adapter_config.json`` and ``adapter_model.safetensors``
+
+        >>> engine = echelon.distribute(model, optimizer, loss=loss, strategy=echelon.Strategy(lora=8))
+        >>> engine.save_adapter("runs/adapter")
+        """
+        from echelon.engine.adapter_saving import save_adapter
+
+        with self._clock.apart("checkpoint"), self._run.checker.explained(), self._replicas.shown():
+            return save_adapter(self.model, self.plan, self._parts.local_state, self._run.world, Path(directory))
+
     @collective_call("load")
     def load(self, path: str | Path) -> None:
         """Load a checkpoint, or the newest one in a directory; any number of processes may have saved it.

@@ -125,11 +125,21 @@ def traits_of(
         views=_views(model),
         odd=odd_layers(model, blocks) if _is_in_one_piece(plan) else (),
         unsafe=find_autocast_unsafe(model, loss),
-        fp32=bool(weights) and all(p.dtype == torch.float32 for p in weights),
+        fp32=_trains_fp32(weights),
         unset={key: type(o).__name__ for key, o in optimizers.items() if leaves_fused_unset(o)},
         unfused=_unfused(plan, model, served),
         uncaptured=_uncaptured(plan, model, served, len(optimizers)),
     )
+
+
+def _trains_fp32(weights: list[nn.Parameter]) -> bool:
+    """Return True if all weights are fp32; frozen ones, as those beneath adapters, may be bf16 already."""
+    trained = [p for p in weights if p.requires_grad]
+    frozen = {p.dtype for p in weights if not p.requires_grad} if trained else set()
+    return bool(weights) and {p.dtype for p in trained or weights} == {torch.float32} and frozen <= _COMPUTED
+
+
+_COMPUTED = {torch.float32, torch.bfloat16}
 
 
 def _alike(model: nn.Module, names: list[str]) -> tuple[str, ...]:

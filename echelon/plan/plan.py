@@ -15,7 +15,7 @@ from echelon.base.formatting import things
 from echelon.base.json_head import parse_object
 from echelon.plan.former_fields import rename_former_fields
 from echelon.plan.stage_trace import StageTrace
-from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, LowMemory, LrScaling, Shard
+from echelon.strategy import AdaptiveLocalSgd, Amp, Dgc, Lamb, Lars, LocalSgd, Lora, LowMemory, LrScaling, Shard
 from echelon.strategy.annotations.marks import Pipeline, Split
 from echelon.strategy.fastpath_choice import FastPathChoice
 
@@ -86,6 +86,7 @@ class Plan:
     no_weight_decay: see lars
     local:          LocalSGD settings, if ranks step alone and average weights from time to time
     low_memory:     16-bit weights with remainders and 8-bit moments, updated during backward
+    lora:           adapters that the model has from the strategy; their matrices are among the parameters
     fast:           fast paths that were chosen automatically
     sync_batch_norm: modules whose batch-norm statistics are computed over all replicas
     bucket_mb:      sizes of the first and of the other buckets, in MB
@@ -123,6 +124,7 @@ class Plan:
     dgc: Dgc | None = None
     local: LocalSgd | AdaptiveLocalSgd | None = None
     low_memory: LowMemory | None = None
+    lora: Lora | None = None
     lr_scaling: LrScaling | None = None
     sync_batch_norm: tuple[str, ...] = ()
     bucket_mb: tuple[float, float] = (1.0, 25.0)
@@ -213,7 +215,7 @@ class Plan:
             yield f"shard: {self.shard}"
         if self.gradient_merge > 1:
             yield f"gradient merge: {self.gradient_merge}"
-        for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "low_memory", "lr_scaling"):
+        for name in ("clip", "amp", "lars", "lamb", "dgc", "local", "low_memory", "lora", "lr_scaling"):
             value = getattr(self, name)
             if value is not None:
                 yield f"{name.replace('_', ' ')}: {value}"

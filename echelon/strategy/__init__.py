@@ -1,5 +1,6 @@
 """The Strategy: the options of a run, the settings of each option, and the rules for combining options."""
 
+from echelon.strategy.lora import Lora
 from echelon.strategy.parts import (
     AdaptiveLocalSgd,
     Amp,
@@ -28,6 +29,7 @@ __all__ = [
     "Lamb",
     "Lars",
     "LocalSgd",
+    "Lora",
     "LowMemory",
     "LrScaling",
     "Outer",

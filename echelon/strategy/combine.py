@@ -178,6 +178,16 @@ _WITH_LOW_MEMORY: dict[str, Verdict] = {
     "clip": Conflict(f"{_STEPS_IN_BACKWARD}, before the norm of all is known", "drop clip, and lower the rate instead"),
 }
 
+_WITH_LORA: dict[str, Verdict] = {
+    "low_memory": Conflict(
+        "low_memory trains every weight, and lora freezes them",
+        "drop low_memory: Lora(base_dtype='bf16') takes two bytes per frozen parameter",
+    ),
+    "ps": Conflict("servers hold and step the whole model", "drop ps, or the adapters"),
+    "dgc": CombinationChange("only adapters of at least min_size entries are compressed; most are smaller"),
+    "shard": CombinationChange("level 3 also shards the frozen weights; levels 1 and 2 shard only what adapters need"),
+}
+
 TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
     (name, local): verdict for local in ("localsgd", "adaptive_localsgd") for name, verdict in _WITH_LOCAL_STEPS.items()
 }
@@ -185,11 +195,12 @@ TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
 TABLE |= {(name, mark): verdict for mark in ("split", "pipeline") for name, verdict in _WITH_MARKS.items()}
 TABLE |= {(name, "ps"): verdict for name, verdict in _WITH_SERVERS.items()}
 TABLE |= {(name, "low_memory"): verdict for name, verdict in _WITH_LOW_MEMORY.items()}
+TABLE |= {(name, "lora"): verdict for name, verdict in _WITH_LORA.items()}
 
 _EVERY_OPTION = (
     *("amp", "amp=fp16", "recompute", "lars", "lamb", "dgc", "localsgd", "adaptive_localsgd", "shard", "ps"),
     *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
-    "low_memory",
+    *("low_memory", "lora"),
 )
 BESIDE_AUTO = Conflict("auto decides by itself how the model is trained", "remove auto, or the options beside it")
 TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}

@@ -12,6 +12,7 @@ from echelon.base.config import build, require, strict
 from echelon.base.errors import UsageError
 from echelon.strategy import fleet_names, strategy_files, strategy_table
 from echelon.strategy.combine import refuse_conflicts
+from echelon.strategy.lora import Lora
 from echelon.strategy.other_framework_names import refuse_other_names
 from echelon.strategy.parts import (
     SHORTHAND,
@@ -58,6 +59,7 @@ class Strategy:
     ps:                "sync" (also ``True``), "async", "bounded", "geo", "hybrid", or a ParameterServer: sparse tables
                        and dense parameters on servers
     low_memory:        True or a LowMemory: six bytes per parameter, for models that are too large for one device
+    lora:              True, a rank, or a Lora: the weights are frozen, and low-rank adapters beside them are trained
     gradient_merge:    number of steps whose gradients are accumulated before one reduction and one update, default 1
     fp16_allreduce:    "fp16" (also ``True``) or "bf16": 16-bit gradients on the network
     clip:              largest global norm of the gradients; larger gradients are scaled down
@@ -82,6 +84,7 @@ class Strategy:
     shard: bool | Literal[1, 2, 3] | Shard | None = None
     ps: bool | Literal["sync", "async", "bounded", "geo", "hybrid"] | ParameterServer | None = None
     low_memory: bool | LowMemory | None = None
+    lora: bool | int | Lora | None = None
     gradient_merge: int = 1
     fp16_allreduce: bool | Literal["fp16", "bf16"] | None = None
     clip: float | None = None
@@ -211,6 +214,7 @@ _PARTS = {
     "shard": Shard,
     "ps": ParameterServer,
     "low_memory": LowMemory,
+    "lora": Lora,
 }
 
 _SETTINGS = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in _PARTS.items()}

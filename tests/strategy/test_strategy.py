@@ -55,6 +55,7 @@ ON = {
     "shard": {"shard": True},
     "ps": {"ps": True},
     "low_memory": {"low_memory": True},
+    "lora": {"lora": 4},
     "gradient_merge": {"gradient_merge": 4},
     "fp16_allreduce": {"fp16_allreduce": True},
     "clip": {"clip": 1.0},
@@ -354,8 +355,8 @@ def test_strategy_str_line_per_active_option_marks_set_values() -> None:
     assert rows["clip"].endswith(" 1*")
     assert "*" not in rows["reduction"]
     assert rows["off"].split(maxsplit=1)[1] == (
-        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, low_memory, gradient_merge, fp16_allreduce, "
-        "lr_scaling, auto"
+        "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, low_memory, lora, gradient_merge, "
+        "fp16_allreduce, lr_scaling, auto"
     )
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1  # one column
 
@@ -537,7 +538,7 @@ def test_every_strategy_says_what_it_changes(name: str) -> None:
         return  # other sizes of buckets change nothing
     text = section(Strategy(**ON[name]).explain(), "What each changes")  # type: ignore[arg-type]
     exact = name in ("recompute", "shard", "ps", "gradient_merge", "sync_batch_norm", "auto")
-    other = name in ("lars", "lamb", "clip", "lr_scaling", "reduction.op=sum")
+    other = name in ("lars", "lamb", "clip", "lora", "lr_scaling", "reduction.op=sum")
     kind = "exact" if exact else "optimizer" if other else "approximate"
     assert text[name.removesuffix("=fp16")].startswith(kind)
 

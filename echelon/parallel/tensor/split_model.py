@@ -14,10 +14,12 @@ from echelon.base.errors import UsageError
 from echelon.distributed.tensor_layout import Layout
 from echelon.nn.moe import MoE
 from echelon.parallel.expert.split_moe import moe_pieces
+from echelon.parallel.lora.layer import LoraForward
 from echelon.parallel.tensor.conv import conv_pieces
 from echelon.parallel.tensor.embedding import embedding_pieces
 from echelon.parallel.tensor.head_attention import attention_pieces
 from echelon.parallel.tensor.linear import linear_pieces
+from echelon.parallel.tensor.lora import lora_pieces
 from echelon.parallel.tensor.sequence import sequence_pieces
 from echelon.parallel.tensor.sharded_activation import ShardedActivation, whole
 from echelon.parallel.tensor.split_axis import SplitAxis
@@ -88,11 +90,13 @@ def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
             made: list[SplitSpec] = planner(module, mark, axis)
             return made
     inside = _splittable(module)
+    known = [kind.__name__ for kind in _PLANNERS if kind is not LoraForward]
     hint = f"; mark modules inside it: {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else ""
-    raise UnsplittableError(f"cannot be split; {', '.join(kind.__name__ for kind in _PLANNERS)} can{hint}")
+    raise UnsplittableError(f"cannot be split; {', '.join(known)} can{hint}")
 
 
 _PLANNERS: dict[type[nn.Module], Any] = {
+    LoraForward: lora_pieces,
     nn.Linear: linear_pieces,
     nn.Embedding: embedding_pieces,
     nn.Conv2d: conv_pieces,

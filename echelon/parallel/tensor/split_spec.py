@@ -13,6 +13,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.distributed.tensor_layout import Layout, Range
+from echelon.parallel.lora.layer import forward_beneath
 from echelon.parallel.tensor.split_axis import SplitAxis
 from echelon.strategy.annotations.marks import Split
 
@@ -69,7 +70,7 @@ def require_own_forward(module: nn.Module, kind: type[nn.Module]) -> None:
 
     A parametrized weight is rejected too.
     """
-    if "forward" in module.__dict__ or type(module).forward is not kind.forward:
+    if "forward" in module.__dict__ or forward_beneath(module) is not kind.forward:
         raise UnsplittableError(f"has a forward() of its own; only that of torch.nn.{kind.__name__} can be split")
     if "weight" not in module._parameters:
         raise UnsplittableError("has a parametrized weight; remove the parametrization")

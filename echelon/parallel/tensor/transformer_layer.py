@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from echelon.parallel.tensor.linear import row_linear
 from echelon.parallel.tensor.sequence import sequence_pieces
 from echelon.parallel.tensor.sharded_activation import slice_up
 from echelon.parallel.tensor.split_axis import SplitAxis
-from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, require_gather, require_own_forward
+from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, require_gather
 from echelon.strategy.annotations.marks import Split
 
 Planner = Callable[[nn.Module, Split, SplitAxis], list[SplitSpec]]
@@ -55,12 +54,7 @@ def layer_pieces(plan: Planner, layer: nn.Module, mark: Split, axis: SplitAxis) 
     first, second = getattr(layer, "linear1", None), getattr(layer, "linear2", None)
     assert isinstance(first, nn.Linear)
     assert isinstance(second, nn.Linear)
-    return [*pieces, *plan(first, replace(mark, how="column"), axis), *_row(second, mark, axis)]
-
-
-def _row(layer: nn.Linear, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
-    require_own_forward(layer, nn.Linear)
-    return [row_linear(layer, replace(mark, how="row"), axis)]
+    return [*pieces, *plan(first, replace(mark, how="column"), axis), *plan(second, replace(mark, how="row"), axis)]
 
 
 def stack_pieces(plan: Planner, stack: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:

@@ -14,6 +14,7 @@ from echelon.base.formatting import size, text_table, things
 from echelon.planner.cost import strategy_traffic
 from echelon.planner.cost.strategy_traffic import ParameterSize, RankCounts
 from echelon.strategy.combine import CombinationChange, active_names, verdicts
+from echelon.strategy.lora import Lora
 from echelon.strategy.parts import AdaptiveLocalSgd, Amp, Dgc, LocalSgd, Recompute, Shard
 from echelon.strategy.strategy_table import table
 from echelon.tools.explain import step_order
@@ -36,6 +37,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "ps=bounded": ("approximate", "as async, but no worker runs further ahead than the bound"),
     "ps=geo": ("approximate", "workers differ between two exchanges of their changes"),
     "low_memory": ("approximate", "needs Adam or AdamW: weights are seen in bf16 and kept in fp32, moments in 8 bits"),
+    "lora": ("optimizer", "low-rank adapters are trained, and the weights of the model are frozen"),
     "gradient_merge": ("exact", "one update of a batch so many times as large (batch norm sees one part at a time)"),
     "fp16_allreduce": ("approximate", "gradients are rounded to 16 bits when they are sent"),
     "clip": ("optimizer", "gradients above the norm are scaled down to it"),
@@ -70,6 +72,10 @@ def explain(
         raise UsageError(f"explain() takes a torch.nn.Module as model, got {type(model).__name__}")
     if sample is not None and model is None:
         raise UsageError("explain(sample=...) measures a model on it; give the model too")
+    if model is not None and (lora := strategy.part(Lora)) is not None:
+        from echelon.parallel.lora.adapt import adapted_copy
+
+        model = adapted_copy(model, lora)
     sections = {
         f"Strategy on {_job_in_words(job)}": table(strategy).splitlines(),
         "One step, in order": _order(strategy, job),
