@@ -9,4 +9,3 @@ import typer
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="A script's own arguments, after --.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 AllAsJson = Annotated[bool, typer.Option("--json", help="Print the full result as JSON.")]
-LogDirectory = Annotated[str, typer.Argument(metavar="DIR", help="The log directory of a run.")]

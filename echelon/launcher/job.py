@@ -13,6 +13,7 @@ from echelon.base.errors import UsageError, nearest
 from echelon.base.option_checks import at_least
 from echelon.base.recorded_steps import check_steps
 from echelon.distributed import rank_main
+from echelon.launcher.log_directory import make_log_dir
 from echelon.launcher.rendezvous.host_options import check_node_rank, host_counts, meeting_points
 from echelon.launcher.role_assignment import MAX_RESTARTS, ParameterServerRoles, check_roles
 from echelon.launcher.run_options import RunOptions
@@ -109,7 +110,7 @@ def check(options: RunOptions) -> Job:
         masters=masters,
         max_restarts=restarts,
         copies=copies,
-        log_dir=_make_log_dir(options.log_dir),
+        log_dir=make_log_dir(options, one_host=hosts == 1 if roles is None else roles.one_host),
         visible_gpus=None if visible is None else ",".join(visible),
         timeline=steps,
         plan=None if options.plan is None else Path(options.plan).absolute(),
@@ -232,14 +233,3 @@ def _import_path() -> list[str]:
     import sys
 
     return sys.path
-
-
-def _make_log_dir(text: str) -> Path:
-    path = Path(text).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--log-dir '{text}' cannot be used: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise UsageError(f"--log-dir '{text}' cannot be used: it may not be written to")
-    return path

@@ -77,6 +77,8 @@ def launch(job: Job) -> int:
             check_port(job.roles.endpoints[index])
     _hush_torch()
     install_launcher_signal_handlers()
+    if job.options.log_dir is None:
+        say(f"launcher: logs and records go to {os.path.relpath(job.log_dir)}")
     with _log_directory(job):
         return _launch(job)
 

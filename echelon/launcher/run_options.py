@@ -44,7 +44,10 @@ class RunOptions:
             help="How often to start again what failed.", show_default="0; elastic 3; with servers 3 for each"
         ),
     ] = None
-    log_dir: Annotated[str, typer.Option(help="Directory for rank-N.log, one file per rank.")] = "log"
+    log_dir: Annotated[
+        str | None,
+        typer.Option(help="Directory for rank-N.log, one file per rank.", show_default="runs/SCRIPT-N, a new one"),
+    ] = None
     share_log_dir: Annotated[
         bool, typer.Option("--share-log-dir", help="Start even if another job writes into --log-dir.")
     ] = False

@@ -89,9 +89,9 @@ MISTAKES = {
     "explain --model none.py:make": "--model: no file at 'none.py'",
     "export nowhere out.safetensors": "no checkpoint at nowhere: there is no such directory; check the path",
     "export nowhere out.parquet": "no checkpoint at nowhere: there is no such directory; check the path",
-    "timeline nowhere": "'nowhere' does not exist; name the log directory of a run (by default 'log')",
-    "report nowhere": "'nowhere' does not exist; name the log directory of a run (by default 'log')",
-    "watch train.py": "'train.py' is a file; name the log directory of a run (by default 'log')",
+    "timeline nowhere": "'nowhere' does not exist; name the log directory of a run (by default the newest in 'runs')",
+    "report nowhere": "'nowhere' does not exist; name the log directory of a run (by default the newest in 'runs')",
+    "watch train.py": "'train.py' is a file; name the log directory of a run (by default the newest in 'runs')",
     "timeline empty": "there is no timeline in 'empty'; record one by 'echelon run --timeline ...'",
     "timeline logs": "there is no timeline in 'logs', and none in '{here}/empty', where this run has written its log; "
     "record one by 'echelon run --timeline ...'",

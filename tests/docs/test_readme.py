@@ -66,7 +66,7 @@ def test_commands_print_what_the_page_shows(tmp_path: Path) -> None:
             timeout=200,
         ).stdout
         compare(lines, [line.rstrip() for line in output.splitlines()])
-    assert (tmp_path / "log" / "report.html").stat().st_size > 10_000
+    assert (tmp_path / "runs" / "train-1" / "report.html").stat().st_size > 10_000
 
 
 def compare(shown: list[str], printed: list[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import urllib.request
 from pathlib import Path
 
 import pytest
 from command import finish, here, start
+from forked import Forked
 from made_up_runs import write
 
 from echelon.cli.commands.report import report
@@ -62,3 +64,20 @@ def test_watch_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     ended = finish(process)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.strip() == "echelon: no longer watching; the run goes on"
+
+
+def test_each_job_has_a_directory_and_its_restarts_go_on_there(tmp_path: Path) -> None:
+    """The second job leaves the first one's logs alone; a restart appends to its own; report takes the newest."""
+    (tmp_path / "again.py").write_text(
+        "import os, sys\nprint('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and '--fail' in sys.argv)\n",
+    )
+    for words in (["again.py"], ["--max-restarts", "1", "again.py", "--fail"]):
+        job = Forked(["run", "--procs", "1", *words], cwd=tmp_path, env=dict(os.environ), warm=True)
+        assert finish(job).code == 0
+    first, second = (tmp_path / "runs" / f"again-{number}" for number in (1, 2))
+    assert first.joinpath("rank-0.log").read_text() == "attempt 0\n"
+    assert second.joinpath("rank-0.log").read_text().splitlines() == ["attempt 0", "----- restart 1 -----", "attempt 1"]
+    write(second, last=100)
+    assert here("report", cwd=tmp_path).out == "echelon: runs/again-2/report.html written\n"
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"again-1", "again-2"}

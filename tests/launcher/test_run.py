@@ -109,7 +109,7 @@ def test_rank_0_keeps_the_terminal_and_its_log(tmp_path):
         "sys.stdout.buffer.write(b'bytes\\n')\n",
     )
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "echelon", "run", "--procs", "2", "tty.py"]
+    words = [sys.executable, "-m", "echelon", "run", "--procs", "2", "--log-dir", "log", "tty.py"]
     assert subprocess.run(words, cwd=tmp_path, stdout=theirs, check=False, timeout=LIMIT).returncode == 0
     seen = ""
     while "only seen" not in seen:  # a terminal hands on line by line

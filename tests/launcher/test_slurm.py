@@ -100,7 +100,7 @@ def test_a_job_that_must_go_saves_is_queued_again_and_ends(cluster):
     words = ["--nnodes", 2, "--run", "--procs 1 --join-timeout 50", "train.py", "--lr", "0.1", "it's $(x)"]
     told = here("submit", "slurm", *words, cwd=cluster)
     assert told.code == 0, told
-    script, console = cluster / "log" / "train.sbatch", cluster / "log" / "slurm-4242.log"
+    script, console = (cluster / "runs" / "train-1" / name for name in ("train.sbatch", "slurm-4242.log"))
     assert told.out == f"echelon: submitted as job 4242; its console will be {console}, its script is {script}\n"
     until(lambda: len(list(cluster.glob("up-*"))) == 2, "both ranks")
     batch = int((cluster / "batch").read_text().split()[0])
@@ -127,7 +127,7 @@ def test_run_in_batch_script_calls_srun_with_command_and_secret(cluster):
     tell = "import json, os, sys\njson.dump([sys.argv[1:], os.environ['ECHELON_TOKEN']], open('called', 'w'))\n"
     write(cluster / "srun", f"#!{sys.executable} -S\n{tell}")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "4"}
-    words = ["run", "--max-restarts", 1, "any.py", "--lr", "it's"]
+    words = ["run", "--log-dir", "log", "--max-restarts", 1, "any.py", "--lr", "it's"]
     end = finish(start(*words, cwd=cluster, **job))
     assert end.code == 0, end
     called, token = json.loads((cluster / "called").read_text())
@@ -235,9 +235,11 @@ def test_mistakes_are_one_line(changed, line):
 def test_without_sbatch_the_script_is_there_and_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     end = here("submit", "slurm", "train.py", cwd=tmp_path)
-    path = tmp_path / "log" / "train.sbatch"
+    path = tmp_path / "runs" / "train-1" / "train.sbatch"
     assert end.err == f"echelon: there is no sbatch on this host; submit the script {path} on a host that has it\n"
     assert end.code == 1
     assert shlex.join(["train.py"]) in path.read_text()
     assert not stat.S_IMODE(path.stat().st_mode) & 0o022
-    assert here("submit", "slurm", "--dry-run", "train.py", cwd=tmp_path).out == path.read_text()
+    shown = here("submit", "slurm", "--dry-run", "train.py", cwd=tmp_path).out
+    assert shown == path.read_text().replace("/runs/train-1", "/runs/train-2"), "the next job gets the next directory"
+    assert not (tmp_path / "runs" / "train-2").exists()

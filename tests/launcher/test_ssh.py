@@ -91,7 +91,7 @@ def test_remote_output_bears_host_name_and_signal_reaches_all(tmp_path, hosts, l
     first, second = [(tmp_path / f"up-{n}").read_text().split() for n in range(2)]
     assert first[1:] == ["-m", "echelon", "run", "--nnodes", "2", "--node-rank", "0", "--master", *first[9:]]
     assert first[9].startswith("127.0.0.1:")
-    assert first[9:] == second[9:] == [first[9], "--procs", "2", "--max-restarts", "1", "any.py"]
+    assert first[9:] == second[9:] == [first[9], "--procs", "2", "--max-restarts", "1", "--log-dir", "log", "any.py"]
 
 
 def test_killing_the_command_ends_launchers_of_all_hosts(tmp_path, hosts, launcher):

@@ -106,7 +106,9 @@ for epoch in loader.epochs(2):
 
 def test_a_terminal_gets_a_live_bar_and_the_log_gets_plain_lines(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BAR)
-    screen = on_a_terminal([sys.executable, "-m", "echelon", "run", "--procs", "2", "train.py"], tmp_path)
+    screen = on_a_terminal(
+        [sys.executable, "-m", "echelon", "run", "--procs", "2", "--log-dir", "log", "train.py"], tmp_path
+    )
     assert "40/40" in screen
     assert "examples/s" in screen
     assert "\\x1b[" in repr(screen), "a live bar moves the cursor"

@@ -32,7 +32,7 @@ def test_bare_timeline_records_steps_after_warm_up_of_all_ranks(tmp_path: Path) 
     figures = json.loads(shown.out)
     assert figures["steps"] == [11, 15]
     assert [row["rank"] for row in figures["ranks"]] == [0, 1]
-    assert "sum of gradients" in here("timeline", cwd=tmp_path).out
+    assert "sum of gradients" in here("timeline", "log", cwd=tmp_path).out
 
 
 CRASH = """
@@ -78,7 +78,10 @@ def test_run_that_ends_midway_leaves_what_it_had_recorded(
         (("run", "--timeline", "9:2", "train.py"), "--timeline '9:2': steps count from 1, and the first comes"),
         (("run", "--timeline", "5..7", "train.py"), "--timeline '5..7' names no steps; write 5:10"),
         (("timeline", "."), "there is no timeline in '.'; record one by 'echelon run --timeline ...'"),
-        (("timeline", "nowhere"), "'nowhere' does not exist; name the log directory of a run (by default 'log')"),
+        (
+            ("timeline", "nowhere"),
+            "'nowhere' does not exist; name the log directory of a run (by default the newest in 'runs')",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], line: str, tmp_path: Path) -> None:

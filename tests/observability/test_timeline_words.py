@@ -393,7 +393,7 @@ def test_flops_that_the_run_wrote_down_are_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "line"),
     [
-        (False, "'{there}' does not exist; name the log directory of a run (by default 'log')"),
+        (False, "'{there}' does not exist; name the log directory of a run (by default the newest in 'runs')"),
         (True, "there is no timeline in '{there}'; record one by 'echelon run --timeline ...'"),
     ],
 )

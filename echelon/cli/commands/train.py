@@ -42,13 +42,15 @@ def run_train(words: Sequence[str]) -> int:
     if resolved["fresh"] and sorted_words.run.pop("fresh", None) is None:  # set in the file, which the ranks read too
         sorted_words.run["fresh"] = "false"
 
+    launch_options = {"log_dir": str(output_directory(resolved)), **resolved.launch}
+
     def forget_earlier() -> None:
         _write_there(output_directory(resolved))
         if resolved["fresh"]:
             forget(output_directory(resolved))
 
     return launch_module(
-        MODULE, sorted_words.again(), resolved.launch, forget_earlier, lambda ranks: check_ranks(resolved, ranks)
+        MODULE, sorted_words.again(), launch_options, forget_earlier, lambda ranks: check_ranks(resolved, ranks)
     )
 
 

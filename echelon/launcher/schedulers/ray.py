@@ -26,6 +26,7 @@ from echelon.base.job_secret import find_token
 from echelon.base.network import endpoint
 from echelon.base.option_checks import at_least
 from echelon.base.wait_notice import WaitNotice, say_wait
+from echelon.launcher.log_directory import log_dir_words
 from echelon.launcher.rendezvous.host_options import host_counts
 from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers import ray_host
@@ -117,7 +118,7 @@ def check(context: Any, nodes: list[dict[str, Any]]) -> RayRequest:
         bundle=bundle,
         procs=procs,
         environment=environment,
-        words=(*rebuild_argv(context, leave_out=OWN), options.script, *(options.args or [])),
+        words=(*rebuild_argv(context, leave_out=OWN), *log_dir_words(options), options.script, *(options.args or [])),
         join_timeout=options.join_timeout,
         grace=options.grace,
         replaces=bool(elastic) or bool(options.max_restarts),

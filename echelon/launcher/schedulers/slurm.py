@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from echelon.base.errors import EchelonError, UsageError
 from echelon.base.option_checks import at_least
 from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers.submission import SlurmSubmission, split_run
+from echelon.observability.runlog.run_directory import RUNS, new_run_directory, next_run_directory
 
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 #: Seconds before the time limit at which Slurm sends a signal, so that ranks can save.
@@ -109,7 +111,7 @@ def script(options: SlurmSubmission) -> str:
     import jinja2  # imported late: it would cost every run 60 ms
 
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
-    logs = Path(options.log_dir).absolute()
+    logs = Path(options.log_dir or next_run_directory(options.job_name)).absolute()
     run = [*split_run(options.run), "--log-dir", str(logs), *(["-m"] if options.module else [])]
     text: str = template.render(
         directives=_directives(options, logs),
@@ -126,13 +128,14 @@ def script(options: SlurmSubmission) -> str:
 
 def submit(options: SlurmSubmission) -> str:
     """Write the script beside the logs and pass it to sbatch; return a message about it."""
-    text = script(options)
-    path = Path(options.log_dir).absolute() / f"{options.job_name}.sbatch"
+    script(options)  # raises before anything is created
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+        logs = Path(options.log_dir or new_run_directory(options.job_name)).absolute()
+        logs.mkdir(parents=True, exist_ok=True)
+        path = logs / f"{options.job_name}.sbatch"
+        path.write_text(script(replace(options, log_dir=str(logs))), encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise UsageError(f"--log-dir '{options.log_dir}' cannot be used: {error.strerror}") from None
+        raise UsageError(f"--log-dir '{options.log_dir or RUNS}' cannot be used: {error.strerror}") from None
     if not shutil.which("sbatch"):
         raise EchelonError(f"there is no sbatch on this host; submit the script {path} on a host that has it")
     ended = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)

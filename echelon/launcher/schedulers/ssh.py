@@ -18,6 +18,7 @@ from echelon.base import network
 from echelon.base.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
 from echelon.base.errors import UsageError
 from echelon.base.job_secret import find_token
+from echelon.launcher.log_directory import log_dir_words
 from echelon.launcher.rendezvous.host_options import host_counts
 from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers.argv import rebuild_argv
@@ -92,7 +93,7 @@ def check(context: Any) -> SshRequest:
         python=options.remote_python or sys.executable,
         environment=environment,
         master=options.master or _meeting_places(_where_to_meet(hosts, least), ssh, environment[TOKEN]),
-        words=(*rebuild_argv(context, leave_out=OWN), options.script, *(options.args or [])),
+        words=(*rebuild_argv(context, leave_out=OWN), *log_dir_words(options), options.script, *(options.args or [])),
         grace=options.grace or 30.0,
     )
 

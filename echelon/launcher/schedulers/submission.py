@@ -36,7 +36,12 @@ class SlurmSubmission:
     account: Annotated[str | None, typer.Option(help="Account to charge.")] = None
     options: Annotated[list[str] | None, typer.Option("--option", help="KEY=VALUE: any other option of sbatch.")] = None
     name: Name = None
-    log_dir: Annotated[str, typer.Option(help="Directory of the script and logs, shared by all hosts.")] = "log"
+    log_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory of the script and logs, shared by all hosts.", show_default="runs/NAME-N, a new one"
+        ),
+    ] = None
     run: Run = ""
     requeue: Annotated[bool, typer.Option(help="Requeue the job after a preemption.")] = True
     module: Module = False
