@@ -28,26 +28,26 @@ def is_steps(text: str) -> bool:
     return text == AFTER_WARM_UP or re.fullmatch(r"-?\d[\d:.,-]*", text) is not None
 
 
-def check_steps(text: str, asked_by: str) -> str:
-    """Return ``text`` if it is a valid range of steps; ``asked_by`` names the option in the error message.
+def check_steps(text: str, option: str) -> str:
+    """Return ``text`` if it is a valid range of steps; ``option`` is its name for the error message.
 
     Raises UsageError if it is not valid.
     """
-    parse_steps(text, asked_by, 0)
+    parse_steps(text, option, 0)
     return text
 
 
-def parse_steps(text: str, asked_by: str, done: int) -> RecordedSteps:
+def parse_steps(text: str, option: str, done: int) -> RecordedSteps:
     """Return the steps that ``text`` names, for a run that begins after ``done`` steps.
 
-    Raises UsageError if ``text`` is not a valid range; ``asked_by`` names the option in the message.
+    Raises UsageError if ``text`` is not a valid range; ``option`` is its name for the message.
     """
     if text == AFTER_WARM_UP:
         return RecordedSteps(done + WARM_UP + 1, done + WARM_UP + COUNT)
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
-        raise UsageError(f"{asked_by} '{text}' names no steps; write 5:10 (both included), or 7 for one")
+        raise UsageError(f"{option} '{text}' names no steps; write 5:10 (both included), or 7 for one")
     first, last = int(match[1]), int(match[2] or match[1])
     if first < 1 or last < first:
-        raise UsageError(f"{asked_by} '{text}': steps count from 1, and the first comes before the last; write 5:10")
+        raise UsageError(f"{option} '{text}': steps count from 1, and the first comes before the last; write 5:10")
     return RecordedSteps(first, last)

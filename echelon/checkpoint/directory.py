@@ -54,16 +54,16 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 def find(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` itself if it is a checkpoint, else the newest one inside it."""
-    asked = Path(path)
-    if (asked / INDEX).is_file() or (_COMPLETE.fullmatch(asked.name) and asked.is_dir()):
-        return asked
-    newest = latest(asked)
+    given = Path(path)
+    if (given / INDEX).is_file() or (_COMPLETE.fullmatch(given.name) and given.is_dir()):
+        return given
+    newest = latest(given)
     if newest is not None:
         return newest
-    if not asked.exists():
-        raise CheckpointError(f"no checkpoint at {asked}: there is no such directory; check the path")
-    what = "a directory with step-* directories in it" if asked.is_dir() else "a directory, but this is a file"
-    raise CheckpointError(f"no complete checkpoint at {asked}: looked for {INDEX} or {what}; check the path")
+    if not given.exists():
+        raise CheckpointError(f"no checkpoint at {given}: there is no such directory; check the path")
+    what = "a directory with step-* directories in it" if given.is_dir() else "a directory, but this is a file"
+    raise CheckpointError(f"no complete checkpoint at {given}: looked for {INDEX} or {what}; check the path")
 
 
 def complete(directory: Path) -> dict[int, Path]:

@@ -126,7 +126,7 @@ def _unseal(path: Path, data: bytes) -> dict[str, Any]:
     if seal is None or seal[1].decode() != tensorfile.in_hex(tensorfile.checksum(text)):
         raise Damaged(
             f"{path} is damaged or truncated: it does not match its checksum; "
-            f"copy {path.parent.name} again from where it came, or remove it and use an earlier checkpoint"
+            f"copy {path.parent.name} again from its source, or remove it and use an earlier checkpoint"
         )
     try:
         return parse_object(data)

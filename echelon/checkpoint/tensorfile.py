@@ -145,4 +145,4 @@ def header_of(slots: Sequence[TensorSlot], note: dict[str, str] | None, nbytes: 
 
 
 def _use_another(path: Path) -> str:
-    return f"copy {path.parent.name} again from where it came, or remove it and use an earlier checkpoint"
+    return f"copy {path.parent.name} again from its source, or remove it and use an earlier checkpoint"

@@ -46,10 +46,10 @@ def verify(
 ) -> None:
     """Train a script for some steps on several processes and in one, and report the first difference."""
     from echelon.launcher.job import check_gpus
-    from echelon.tools.verify.verify_options import VerifyOptions, check_asked
+    from echelon.tools.verify.verify_options import VerifyOptions, check_verify_options
 
     options = VerifyOptions(script, tuple(args or []), module, steps, tolerance, ())
-    check_asked(options)
+    check_verify_options(options)
     at_least(1, "--procs", procs)
     if gpus is not None:
         check_gpus(gpus)

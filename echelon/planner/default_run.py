@@ -71,8 +71,8 @@ def find_default_run(
 
     strategy: its ``amp=False`` and ``fast`` are respected; default: no strategy
     """
-    asked = strategy or Strategy()
-    chosen = choose_for_one_device(Strategy(amp=asked.amp, fast=asked.fast), machine, model, optimizers, loss)
+    given = strategy or Strategy()
+    chosen = choose_for_one_device(Strategy(amp=given.amp, fast=given.fast), machine, model, optimizers, loss)
     compiled: Literal["blocks", "whole"] | None = None
     if chosen.compiled:
         compiled = "whole" if chosen.compiled == (WHOLE,) else "blocks"

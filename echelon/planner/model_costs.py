@@ -168,6 +168,6 @@ class ProfileLike(Protocol):
 
 
 def compiled_view(profile: ProfileLike, compiled: bool) -> ProfileLike:
-    """Return the profile, or that of the compiled model if it is asked for and known."""
+    """Return the profile, or that of the compiled model if it is requested and known."""
     view: ProfileLike = getattr(profile, "compiled", profile) if compiled else profile
     return view

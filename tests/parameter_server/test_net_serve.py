@@ -43,7 +43,7 @@ def hello_again(job: JobSpec, worker: int) -> Callable:
     def hello(call: Callable[[WireMessage], WireMessage]) -> None:
         known = call(WireMessage({"op": "hello", "worker": worker, "session": job.session})).head
         if not known["opened"] or known["session"] != job.session:
-            raise EchelonError("a server came back without its state")
+            raise EchelonError("a server has restarted without its state")
 
     return hello
 

@@ -87,7 +87,7 @@ def test_async_workers_all_hear_of_a_full_table() -> None:
     for first, second in zip(np.split(IDS[:CAPACITY], 10)[::2], np.split(IDS[:CAPACITY], 10)[1::2], strict=True):
         train(clients[0], first)
         train(clients[1], second)
-    with pytest.raises(EchelonError, match="201 different ids came, and its 3 servers hold 200 together"):
+    with pytest.raises(EchelonError, match="201 different ids arrived, and its 3 servers hold 200 together"):
         train(clients[1], IDS[CAPACITY : CAPACITY + 1])
     with pytest.raises(EchelonError, match="raise capacity"):
         train(clients[0], IDS[:1])
@@ -129,4 +129,4 @@ def test_a_job_fills_its_table_and_refuses_what_is_more(tmp_path: Path) -> None:
     for servers in (2, 3):
         found: list[Any] = served(fill, str(tmp_path), servers=servers, workers=2)
         assert found == [found[0]] * 2
-        assert f"202 different ids came, and its {servers} servers hold 200 together" in found[0]
+        assert f"202 different ids arrived, and its {servers} servers hold 200 together" in found[0]

@@ -39,17 +39,17 @@ MISTAKES = {
     "a worker that nobody knows": ({"worker": 7}, None, "worker 7 is not, or no longer, a member"),
     "an unknown table": ({"tables": {"user": 3}}, None, "no table 'user'; did you mean 'users'?"),
     "a negative count": ({"tables": {"users": -3, "words": 3}}, None, "-3 ids of table 'users'"),
-    "counts that are too small": ({"tables": {"users": 1}}, None, "ids came for counts of 1"),
-    "a huge count": ({"tables": {"users": 2**62}}, None, "ids came for counts of"),
+    "counts that are too small": ({"tables": {"users": 1}}, None, "ids arrived for counts of 1"),
+    "a huge count": ({"tables": {"users": 2**62}}, None, "ids arrived for counts of"),
     "tables as a list": ({"tables": ["users"]}, None, "it must count ids by table"),
-    "a push out of order": ({"seq": 5}, None, "push 5 came to server 0 after its push -1"),
+    "a push out of order": ({"seq": 5}, None, "push 5 reached server 0 after its push -1"),
     "a fraction of a step": ({"seq": 0.5}, None, "seq=0.5"),
     "a weight below nothing": ({"weight": -1.0}, None, "weight=-1.0"),
     "a weight that is none": ({"weight": NAN}, None, "weight=nan"),
     "a rate that is infinite": ({"lrs": {"users": math.inf}}, None, "users=inf"),
     "settings of too many groups": ({"groups": [{}, {}]}, None, "settings for 2 parameter groups; the job has 1"),
     "settings that are no values": ({"groups": [{"lr": {"a": 1}}]}, None, "not plain finite values"),
-    "a kind of the wrong mode": ({"kind": "delta"}, None, "kind 'delta' came in mode 'sync'"),
+    "a kind of the wrong mode": ({"kind": "delta"}, None, "kind 'delta' arrived in mode 'sync'"),
     "arrays without names": ({"has": []}, None, "has 3 arrays, but its head names []"),
     "arrays with strange names": (
         {"has": ["ids", "rows", "sparse"]},
@@ -137,7 +137,7 @@ def test_workers_must_agree_on_the_job():
 def test_jobs_that_cannot_be_are_refused():
     shard = ServerShard(0, 2)
     cases = [
-        (job(1, 1), "a job for 1 servers came to one of 2"),
+        (job(1, 1), "a job for 1 servers reached one of 2"),
         (
             job(2, 1, dense=DenseRule(kind="Adam", groups=({"lr": -1.0},))),
             "no Adam on cpu: Invalid learning rate: -1.0",

@@ -101,7 +101,7 @@ def test_a_server_killed_before_it_held_anything_is_filled_again(tmp_path: Path,
     (got,) = run(train_with_break, endpoint, before, mark, ranks=1)
     killer.join()
     if before == "step":
-        assert got.startswith("server 0 came back without its state (its journal is off or lost)")
+        assert got.startswith("server 0 has restarted without its state (its journal is off or lost)")
         started[1].kill()
         return
     if not isinstance(got, list):

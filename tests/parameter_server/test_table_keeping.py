@@ -153,7 +153,7 @@ def test_a_full_table_refuses_the_whole_push() -> None:
     table = table_of(capacity=10)
     push(table, range(8))
     before = {bucket: table.rows_of(bucket) for bucket in range(BUCKETS)}
-    with pytest.raises(EchelonError, match="table 't' is full: 8 of 10 rows here, and 3 new ids came") as caught:
+    with pytest.raises(EchelonError, match="table 't' is full: 8 of 10 rows here, and 3 new ids arrived") as caught:
         push(table, [0, 1, 20, 21, 22])
     assert "\n" not in str(caught.value)
     for bucket, rows in before.items():

@@ -129,7 +129,7 @@ def test_recompute_keeps_inputs_and_one_units_set_in_backward() -> None:
     assert (again.activations, again.gradients) == (5, 16000)
 
 
-def test_what_glue_around_a_recomputed_module_keeps_stays() -> None:
+def test_what_code_around_a_recomputed_module_keeps_stays() -> None:
     last = unit(kept=1e6, forward_again=2e6, backward_again=3e6, backward_again_whole=3e6)
     model = Model((*(dataclasses.replace(one, kept=5.0) for one in FOUR.units[:3]), last))
     assert total(model, recompute=(True,)) == [16000 + 4 + 3 * 5 + 1e6 + 3e6]

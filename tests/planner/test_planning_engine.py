@@ -90,7 +90,7 @@ def _answered(room: str, scripts: list[str]) -> list[tuple[Any, Any]]:
     for text in scripts:
         script.write_text(text)
         answers = []
-        for wanted in ({"asked": asked, "orders": {}}, weighed):
+        for wanted in ({"options": asked, "orders": {}}, weighed):
             question.write_text(json.dumps({**wanted, "answer": str(answer)}))
             os.environ[PLAN_ONLY] = str(question)
             with pytest.raises(SystemExit):

@@ -44,7 +44,7 @@ PAINLESS = {"kill a server", "kill a worker", "die at a disk operation", "restar
 START_AGAIN = "start the job again"
 #: Sentences of the errors with which a job may end that has really lost state.
 LOSSES = (
-    "the pushes between them are missing", "came back without its state", "lost that worker's state",
+    "the pushes between them are missing", "has restarted without its state", "lost that worker's state",
     "is damaged", "is truncated", "does not go on where", "has no state of worker", "it has to join",
     "wants the weights for step", "push 0 came", "its last one here is", "has not sent the initial values",
     "has lost its state", "is incomplete",

@@ -23,7 +23,7 @@ from echelon.launcher.run_options import RunOptions
 from echelon.tools.verify.float64 import TOLERANCE
 from echelon.tools.verify.verdict import Verdict, apply_float64_verdict, compare_runs
 from echelon.tools.verify.verdict_text import as_json, print_verdict
-from echelon.tools.verify.verify_options import VerifyOptions, check_asked
+from echelon.tools.verify.verify_options import VerifyOptions, check_verify_options
 from echelon.tools.verify.verify_request import VerifyRequest
 
 #: Environment variables of a job that the reference run in one process must not inherit.
@@ -56,7 +56,7 @@ def run_verify(options: VerifyOptions, json: bool) -> int:
     The code is 0 if the numbers agree, or differ as expected from the strategy; 1 if they differ; 3 if the runs cannot
     be compared.
     """
-    check_asked(options)
+    check_verify_options(options)
     room = tempfile.mkdtemp(prefix="echelon-verify-")
     options = _of_the_zoo(options, room)
     keep = False

@@ -120,10 +120,10 @@ class MetricsLogger:
             if step % self._every == 0 or step == total:
                 self._take(self._last)  # even without a file, because the clock's list would grow
             return
-        if self._foretold is not None and (came := self._foretold.step()) is not None:
+        if self._foretold is not None and (comparison := self._foretold.step()) is not None:
             self._foretold = None
-            self.say(came.line)
-            self.note({"step": step, **came.record})
+            self.say(comparison.line)
+            self.note({"step": step, **comparison.record})
         self._examples = None if self._examples is None or examples is None else self._examples + examples
         if step % self._every and step != total:
             return

@@ -57,13 +57,13 @@ class Utilisation:
     """The share of time in which a GPU runs kernels, as its driver measures it; absent without nvidia-ml-py."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._asked, self._absent = device, -math.inf, False
+        self._device, self._last_query, self._absent = device, -math.inf, False
 
     def record(self) -> dict[str, Any]:
         """Return the percentage as a field of a record; empty if it is unknown, or was queried within ``OFTEN``."""
-        if self._absent or time.monotonic() < self._asked + OFTEN:
+        if self._absent or time.monotonic() < self._last_query + OFTEN:
             return {}
-        self._asked = time.monotonic()
+        self._last_query = time.monotonic()
         try:
             return {"utilisation": int(torch.cuda.utilization(self._device))}
         except Exception:  # no nvidia-ml-py, or one of its own errors; a figure less must not end the training

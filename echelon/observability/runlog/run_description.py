@@ -105,12 +105,12 @@ def _brief(value: Any) -> str:
     return f"{float(value):g}" if isinstance(value, float | torch.Tensor) else str(value)
 
 
-def strategy_settings(asked: Strategy) -> dict[str, tuple[Any, str]]:
+def strategy_settings(strategy: Strategy) -> dict[str, tuple[Any, str]]:
     """Return every option of a strategy with its value and its origin: ``script`` or ``default``."""
-    given, usual = asked.to_dict(), Strategy()
+    given, usual = strategy.to_dict(), Strategy()
     return {
         name: (given[name], "script") if name in given else (_plain(getattr(usual, name)), "default")
-        for name in (field.name for field in dataclasses.fields(asked))
+        for name in (field.name for field in dataclasses.fields(strategy))
     }
 
 

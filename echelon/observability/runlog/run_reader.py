@@ -152,7 +152,7 @@ def read(directory: str | Path) -> Run:
         evaluations=_latest(
             [evaluation for record in metrics if (evaluation := _evaluation(record))], lambda one: one.step
         ),
-        foretold=next((came for record in reversed(metrics) if (came := _foretold(record))), None),
+        foretold=next((found for record in reversed(metrics) if (found := _foretold(record))), None),
         ranks=_ranks(place, began, facts),
         events=_events(place, began),
         servers={n: _looks(path, began) for n, path in _numbered(place, "server").items()},

@@ -102,14 +102,14 @@ class StatusReporter(threading.Thread):
                 if self._done.wait(period(self._limit)):
                     break
             self._publish(store, left=True)
-        except RuntimeError:  # the store is gone, and so are its readers
+        except RuntimeError:  # the store has ended, and so have its readers
             pass
 
     def _tell(self, store: Store) -> None:
         self._publish(store)
-        asked = f"ask/{self._place.rank}"
-        if store.check([asked]):
-            store.delete_key(asked)
+        request = f"ask/{self._place.rank}"
+        if store.check([request]):
+            store.delete_key(request)
             store.set(f"stack/{self._place.rank}", stack_of(self._main))
 
     def _publish(self, store: Store, left: bool = False) -> None:

@@ -67,9 +67,9 @@ def _ask(first: int, group: dist.ProcessGroup, clock: Callable[[], float]) -> Cl
     sent = clock()
     dist.send(message, first, group=group)
     dist.recv(message, first, group=group)
-    came = clock()
-    middle = (sent + came) / 2
-    return ClockOffset(middle, float(message) - middle, (came - sent) / 2)
+    received = clock()
+    middle = (sent + received) / 2
+    return ClockOffset(middle, float(message) - middle, (received - sent) / 2)
 
 
 def _answer(group: dist.ProcessGroup, clock: Callable[[], float]) -> None:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from echelon.observability.engine_view import EngineView
 
 
-def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict[str, Any]:
+def about(engine: EngineView, clock: ClockMapping, steps: RecordedSteps) -> dict[str, Any]:
     """Return the description of this rank.
 
     clock: mapping to rank 0's clock
-    asked: steps to record
+    steps: steps to record
     """
     world, plan = engine.world, engine.plan
     staged = plan.pipeline is not None and plan.stages is not None
@@ -37,7 +37,7 @@ def about(engine: EngineView, clock: ClockMapping, asked: RecordedSteps) -> dict
         "wall": time.time() - now(),  # used to align hosts whose clocks were not compared
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
         "device_index": world.device.index,
-        "asked": list(asked),
+        "asked": list(steps),
         "began": time.time(),
         "ranks": world.size,
         "mesh": dict(plan.mesh),

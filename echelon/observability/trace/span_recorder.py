@@ -82,7 +82,9 @@ class TraceRecorder:
         """Record a wait of the training thread for parameter servers."""
         self.spans.append(Span(f"wait for a {kind}", kind, HOST, since, now(), self.step))
 
-    def asked(self, kind: str, since: float, sent: Sequence[ServerMessage], answers: Sequence[Future[Any]]) -> None:
+    def record_request(
+        self, kind: str, since: float, sent: Sequence[ServerMessage], answers: Sequence[Future[Any]]
+    ) -> None:
         """Record requests to parameter servers, sent at ``since``; the span ends with the last answer."""
         size = sum(array.nbytes for frame in sent for array in frame.arrays)
         request = _Request(self, kind, since, size, len(answers))

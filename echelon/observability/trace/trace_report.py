@@ -54,6 +54,6 @@ def conclude(directory: Path | None) -> list[str]:
             summary = merge(folder)
             if (cut := summary.figures["cut"]) is None:
                 return summary.lines()
-            how = f"timeline: 'echelon timeline {directory}' shows how far each rank came"
+            how = f"timeline: 'echelon timeline {directory}' shows the last step of each rank"
             return [f"timeline: {headline(cut)}", how]
     return []

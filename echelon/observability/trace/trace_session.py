@@ -66,32 +66,32 @@ class _ActiveTrace(NamedTuple):
 class TraceSession:
     """One trace of some steps; ``after(engine)`` is called after every step until the session is ``over``.
 
-    asked:    steps to record as text, see ``parse_steps``
-    asked_by: name of the option that requested them, for messages
-    folder:   directory of the files
+    steps:   steps to record as text, see ``parse_steps``
+    option:  name of the option that requested them, for messages
+    folder:  directory of the files
     """
 
-    def __init__(self, asked: str, asked_by: str, folder: Path) -> None:
-        self._asked, self._asked_by, self._folder = asked, asked_by, folder
+    def __init__(self, steps: str, option: str, folder: Path) -> None:
+        self._requested, self._option, self._folder = steps, option, folder
         self._steps: RecordedSteps | None = None
         self._under_way: _ActiveTrace | None = None
         self._flops: float | None = None
         self.over = False
-        parse_steps(asked, asked_by, 0)
+        parse_steps(steps, option, 0)
 
     def begin(self, engine: EngineView) -> None:
         """Start before the first step if the requested steps include step 1."""
         if engine.trial is not None:
             self.over = True
-        elif engine.steps == 0 and parse_steps(self._asked, self._asked_by, 0).first == 1:
+        elif engine.steps == 0 and parse_steps(self._requested, self._option, 0).first == 1:
             self.start(engine)
 
     def start(self, engine: EngineView) -> None:
         """Start recording with the next step. All ranks call it together."""
-        self._steps = self._steps or parse_steps(self._asked, self._asked_by, engine.steps)
+        self._steps = self._steps or parse_steps(self._requested, self._option, engine.steps)
         if activity.recorder is not None:
             self.over = True
-            engine.say(f"{self._asked_by}: another timeline is being recorded; this one is skipped")
+            engine.say(f"{self._option}: another timeline is being recorded; this one is skipped")
         else:
             self._start(engine)
 
@@ -105,7 +105,7 @@ class TraceSession:
 
     def _after(self, engine: EngineView, total: int | None) -> None:
         if self._steps is None:
-            self._steps = parse_steps(self._asked, self._asked_by, engine.steps - 1)
+            self._steps = parse_steps(self._requested, self._option, engine.steps - 1)
         if self._under_way is not None and self._under_way.recorder.step != engine.steps + 1:
             self._drop()  # the run has loaded a checkpoint meanwhile
         if self._under_way is not None:
@@ -115,18 +115,18 @@ class TraceSession:
         elif engine.steps >= self._steps.last:
             self.over = True
             past = f"{self._steps} lie before step {engine.steps}, where this run has begun"
-            engine.say(f"{self._asked_by}: {past}; nothing is recorded")
+            engine.say(f"{self._option}: {past}; nothing is recorded")
         elif engine.steps + 1 >= self._steps.first:
             self.start(engine)
 
     def close(self, engine: EngineView) -> None:
-        """End the session with the run. An unfinished trace is written without communication: ranks may be gone."""
+        """End the session with the run. An unfinished trace lacks communication: other ranks may have ended."""
         if self.over:
             return
         self.over = True
         if self._under_way is None:
             if engine.steps and self._steps is not None:
-                engine.say(f"{self._asked_by}: the run ended after step {engine.steps}, before {self._steps} began")
+                engine.say(f"{self._option}: the run ended after step {engine.steps}, before {self._steps} began")
             return
         error = getattr(sys, "last_value", None)
         live, recorder = self._under_way.live, self._under_way.recorder

@@ -9,10 +9,10 @@ from echelon.base.formatting import duration
 
 def headline(cut: dict[str, Any]) -> str:
     """Return one line with the requested steps and the outcome."""
-    asked = "" if cut["asked"] is None else f"{_steps(*cut['asked'])} requested; "
+    requested = "" if cut["asked"] is None else f"{_steps(*cut['asked'])} requested; "
     if cut["running"]:
-        return f"still recording: {asked}the result is partial"
-    words = f"cut short: {asked}{_came(cut)}"
+        return f"still recording: {requested}the result is partial"
+    words = f"cut short: {requested}{_progress(cut)}"
     if cut["first"] is not None:
         words += f"; rank {cut['first']} stopped first"
     return words
@@ -35,7 +35,7 @@ def lines(cut: dict[str, Any]) -> list[str]:
     return found
 
 
-def _came(cut: dict[str, Any]) -> str:
+def _progress(cut: dict[str, Any]) -> str:
     """Return text for the last step that all ranks have completed."""
     known = [row["step"] for row in cut["ranks"]]
     if any(step is None for step in known):

@@ -217,9 +217,9 @@ def _markers(owned: dict[int, Path]) -> list[dict[str, Any]]:
 
 def locate(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` if it holds servers' parts, else the directory below it with the highest step."""
-    asked = Path(path)
-    found = {entry.parent for pattern in ("", "*/", "*/*/") for entry in asked.glob(f"{pattern}server-0-of-*.json")}
-    return asked if asked in found or not found else max(found, key=_step)
+    given = Path(path)
+    found = {entry.parent for pattern in ("", "*/", "*/*/") for entry in given.glob(f"{pattern}server-0-of-*.json")}
+    return given if given in found or not found else max(found, key=_step)
 
 
 def _step(path: Path) -> int:

@@ -257,18 +257,18 @@ class RemoteReplica:
 
 
 def _check_newer(aside: Path, home: Path) -> None:
-    """Raise, and remove the file, if a manifest that came is of an earlier change than the stored one."""
+    """Raise, and remove the file, if a received manifest is of an earlier change than the stored one."""
     stored = Manifest.read(home)
-    came = read_json(aside)
-    if stored is not None and int(came["lsn"]) < stored.lsn:
+    received = read_json(aside)
+    if stored is not None and int(received["lsn"]) < stored.lsn:
         aside.unlink()
         raise EchelonError(
-            f"the replica has all changes up to {stored.lsn}, and is not replaced by one up to {came['lsn']}"
+            f"the replica has all changes up to {stored.lsn}, and is not replaced by one up to {received['lsn']}"
         )
 
 
 def _check_complete(aside: Path, home: Path) -> None:
-    """Raise if a snapshot of the manifest that came is not here: this disk may have been replaced while it was sent."""
+    """Raise if a snapshot of the received manifest is not here: this disk may have been replaced while it was sent."""
     for part in Manifest.of_file(aside).chain:
         path = home / part.file
         if not path.exists() or path.stat().st_size != part.bytes:

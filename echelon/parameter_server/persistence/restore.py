@@ -187,7 +187,7 @@ def restore(shard: RestorableShard, directory: Path, manifest: Manifest) -> int:
                 shard.apply(record.frame)
                 if shard.lsn != record.lsn:
                     raise CheckpointError(
-                        f"a record of {directory} is change {record.lsn}, but came as change {shard.lsn}; "
+                        f"a record of {directory} is change {record.lsn}, but is in the place of change {shard.lsn}; "
                         "restore the directory from a copy"
                     )
                 count += 1

@@ -236,9 +236,9 @@ def merge_delta_rows(older: BucketRows | None, newer: BucketRows | None) -> Buck
     if older is None or newer is None:
         return newer if older is None else older
     kept = ~np.isin(older.ids, np.concatenate([newer.ids, newer.removed]))
-    gone = older.removed[~np.isin(older.removed, newer.ids)]
+    removed = older.removed[~np.isin(older.removed, newer.ids)]
     return BucketRows(
         np.concatenate([older.ids[kept], newer.ids]),
         np.concatenate([older.records[kept], newer.records]),
-        np.unique(np.concatenate([gone, newer.removed])),
+        np.unique(np.concatenate([removed, newer.removed])),
     )

@@ -126,11 +126,11 @@ def _batch(rows: BucketRows, table: TableExport, schema: Any) -> Any:
     import pyarrow as pa
 
     ids, weights = _values(rows, table.dim)
-    gone = rows.removed if table.delta else rows.removed[:0]
-    mask = np.arange(len(ids) + len(gone)) >= len(ids)
-    flat = np.concatenate([weights.reshape(-1), np.zeros(len(gone) * table.dim, np.float32)])
+    removed = rows.removed if table.delta else rows.removed[:0]
+    mask = np.arange(len(ids) + len(removed)) >= len(ids)
+    flat = np.concatenate([weights.reshape(-1), np.zeros(len(removed) * table.dim, np.float32)])
     lists = pa.FixedSizeListArray.from_arrays(pa.array(flat), table.dim, mask=pa.array(mask) if mask.any() else None)
-    return pa.record_batch([pa.array(np.concatenate([ids, gone])), lists], schema=schema)
+    return pa.record_batch([pa.array(np.concatenate([ids, removed])), lists], schema=schema)
 
 
 def _write_group(writer: Any, group: list[Any]) -> int:

@@ -143,7 +143,7 @@ class ServerChannel:
         return len(self._waiting)
 
     def break_off(self) -> None:
-        """Abandon the current connection, because it has gone silent without breaking."""
+        """Abandon the current connection, because it fell silent without breaking."""
         with self._state:
             connection = self._connection
         if connection is not None:

@@ -110,7 +110,7 @@ def read_push(frame: WireMessage, layout: ShardRequestSchema) -> PushRequest:
     check_settings(groups, len(layout.job.dense.groups))
     wanted = "delta" if layout.job.mode == "geo" else "gradient"
     if kind != wanted:
-        raise RequestError(f"a push of kind {kind!r} came in mode '{layout.job.mode}', which takes '{wanted}'")
+        raise RequestError(f"a push of kind {kind!r} arrived in mode '{layout.job.mode}', which takes '{wanted}'")
     if flag(head, "dense") != ("dense" in arrays):
         raise RequestError("the head of a push and its arrays disagree about dense gradients")
     return PushRequest(
@@ -265,7 +265,7 @@ def _of_length(array: NDArray[Any] | None, length: int, name: str) -> Floats | N
 
 def _cut_ids(ids: Ids, counts: dict[str, int], layout: ShardRequestSchema) -> dict[str, Ids]:
     if len(ids) != sum(counts.values()):
-        raise RequestError(f"{len(ids)} ids came for counts of {sum(counts.values())}")
+        raise RequestError(f"{len(ids)} ids arrived for counts of {sum(counts.values())}")
     buckets = layout.buckets
     if len(buckets) < BUCKETS and len(ids):
         foreign = _foreign(ids, buckets.start, buckets.stop, BUCKETS)

@@ -31,7 +31,7 @@ class MembershipCoordinator:
     def __init__(self, shard: ServerShard, ask: Ask | None) -> None:
         self._shard, self._ask_server = shard, ask
         self._deciding = threading.RLock()
-        self._asked: dict[int, float] = {}
+        self._next_query: dict[int, float] = {}
 
     # ---- while a request waits ----
 
@@ -71,8 +71,8 @@ class MembershipCoordinator:
         try:
             if self._shard.server == 0:
                 self._drop(worker)
-            elif self._shard.heartbeats.clock() >= self._asked.get(worker, 0.0):
-                self._asked[worker] = self._shard.heartbeats.clock() + self._shard.job.patience / 10
+            elif self._shard.heartbeats.clock() >= self._next_query.get(worker, 0.0):
+                self._next_query[worker] = self._shard.heartbeats.clock() + self._shard.job.patience / 10
                 self._follow(worker, self._ask(0, {"op": "verdict", "worker": worker, "step": self._shard.version}))
         finally:
             self._deciding.release()

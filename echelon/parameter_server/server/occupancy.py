@@ -43,7 +43,7 @@ class Occupancy:
             if table.on_full == "error" and total > max(table.capacity or 0, self._refused.get(table.name, 0)):
                 self._refused[table.name] = total  # raised once, so that a script that catches it can still close
                 raise EchelonError(
-                    f"table '{table.name}' is full: {total:,} different ids came, and its {len(self._rows)} servers "
+                    f"table '{table.name}' is full: {total:,} different ids arrived, and its {len(self._rows)} servers "
                     f"hold {table.capacity:,} together; raise capacity, or set on_full to 'lru' or 'lfu'"
                 )
 

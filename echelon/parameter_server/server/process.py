@@ -3,7 +3,7 @@
     python -m echelon.parameter_server.server.process          configured by the environment ('echelon run' sets it)
     python -m echelon.parameter_server.server.process --pservers A:1,B:1 --endpoint B:1 --trainers 4 --state DIR
 
-Exit codes: 0 the workers are done, 1 the workers never came or fell silent, 2 wrong arguments, 128 + n signal n.
+Exit codes: 0 the workers are done, 1 the workers never connected or fell silent, 2 wrong arguments, 128 + n signal n.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ParameterServerProcess:
         self._reason = f"server {self._role.index} was stopped by {signal.Signals(number).name}"
         self._stop.set()
 
-    def _handle(self, frame: WireMessage, gone: Callable[[], bool]) -> WireMessage:
+    def _handle(self, frame: WireMessage, has_hung_up: Callable[[], bool]) -> WireMessage:
         """Answer a request; workers wait until the server has restored an earlier state of their job, if any."""
         op, worker = frame.head.get("op"), frame.head.get("worker")
         if op in ("hello", "beat"):
@@ -126,9 +126,9 @@ class ParameterServerProcess:
         if op == "mirrored" and self._state is not None and not self._is_kept(frame.head.get(SESSION)):
             return ReplicaHost(self._home(str(frame.head.get(SESSION)))).handle(frame)
         while op not in UNGATED and not self._revived.wait(LOOK):
-            if gone() or self._stop.is_set():
+            if has_hung_up() or self._stop.is_set():
                 raise PeerLost(f"server {self._role.index} had not finished starting")
-        answer = self.shard.handle(frame, gone)
+        answer = self.shard.handle(frame, has_hung_up)
         if self._ending.is_set():
             self._arrivals.tell(worker)
         return WireMessage({**answer.head, **self._arrivals.pending()}) if op == "beat" else answer

@@ -41,9 +41,9 @@ def _shared_by(job: JobSpec, servers: int) -> JobSpec:
 
 def _signal() -> int:
     """Wait for SIGTERM or SIGINT and return the signal's number."""
-    came: list[int] = []
+    received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: came.append(number))
-    while not came:
+        signal.signal(number, lambda number, _: received.append(number))
+    while not received:
         time.sleep(0.1)
-    return came[0]
+    return received[0]

@@ -47,5 +47,5 @@ class ServerLog:
 
     def _figures(self) -> dict[str, Any]:
         known = self._shard.figures()
-        came, went = self._traffic()
-        return {**known, "bytes_in": came, "bytes_out": went}
+        received, sent = self._traffic()
+        return {**known, "bytes_in": received, "bytes_out": sent}

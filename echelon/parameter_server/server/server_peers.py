@@ -45,7 +45,7 @@ class ServerPeers:
     def _link(self, server: int) -> ServerChannel:
         with self._lock:
             if self._closed:
-                raise PeerLost(f"this server is shutting down; server {server} was not asked")
+                raise PeerLost(f"this server is shutting down; server {server} got no request")
             if server not in self._links:
                 endpoint = self._endpoints[server]
                 self._links[server] = ServerChannel(

@@ -146,10 +146,10 @@ class ServerPort:
             message_wire.send(stream, answer)
 
 
-def answer_request(handler: Handler, request: ReceivedMessage, gone: Callable[[], bool]) -> PackedMessage:
+def answer_request(handler: Handler, request: ReceivedMessage, has_hung_up: Callable[[], bool]) -> PackedMessage:
     """Return the answer to a request; an exception in the handler becomes an answer, too."""
     try:
-        return PackedMessage.of(handler(request.unpacked(), gone))
+        return PackedMessage.of(handler(request.unpacked(), has_hung_up))
     except EchelonError as error:
         return _failure(one_line(error), lost=isinstance(error, PeerLost))
     except Exception as error:

@@ -33,7 +33,7 @@ from echelon.parameter_server.server.job_workers import WorkerMembership
 from echelon.parameter_server.server.membership_coordinator import Ask, MembershipCoordinator
 from echelon.parameter_server.server.state import PersistenceProtocol, ServerState
 
-Gone = Callable[[], bool]
+HasHungUp = Callable[[], bool]
 
 #: Seconds between two checks for clients that hung up and workers that fell silent.
 TICK = 0.1
@@ -63,15 +63,15 @@ class ServerShard(ServerState):
 
     # ---- requests ----
 
-    def handle(self, frame: WireMessage, gone: Gone = lambda: False) -> WireMessage:
-        """Answer one request. Each client has its own thread; ``gone`` returns True if the client has hung up."""
+    def handle(self, frame: WireMessage, has_hung_up: HasHungUp = lambda: False) -> WireMessage:
+        """Answer one request. Each client has its own thread; ``has_hung_up`` tells if the client has."""
         try:
             operation = self._operation(frame.head)
-            return operation(frame, gone)
+            return operation(frame, has_hung_up)
         except EchelonError as error:
             return WireMessage({"error": " ".join(str(error).split()), "lost": isinstance(error, PeerLost)})
 
-    def _operation(self, head: dict[str, Any]) -> Callable[[WireMessage, Gone], WireMessage]:
+    def _operation(self, head: dict[str, Any]) -> Callable[[WireMessage, HasHungUp], WireMessage]:
         name = head.get("op")
         if not isinstance(name, str) or name not in self._operations:
             raise RequestError(f"there is no request {str(name)[:40]!r}{nearest(str(name)[:40], self._operations)}")
@@ -83,7 +83,7 @@ class ServerShard(ServerState):
             self.heartbeats.hear(worker_of({"worker": -1, **head}))
         return self._operations[name]
 
-    def hello(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def hello(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Return what this server knows about a worker: membership, last push, version, saved blobs."""
         head: dict[str, Any] = {"ok": True, "server": self.server, "servers": self.servers, "opened": self.opened}
         if not self.opened:
@@ -100,7 +100,7 @@ class ServerShard(ServerState):
             head |= {"begun": self.store.begun, "fenced": membership.fenced, "last": self.members.last_step(worker)}
             return WireMessage(head | {"saved": [seq for seq, _ in self.blobs.get(worker, [])]})
 
-    def open(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def open(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Open the job, or check that the worker describes the open job. A new session replaces the state."""
         plain = frame.head.get("job")
         if not isinstance(plain, dict):
@@ -115,7 +115,7 @@ class ServerShard(ServerState):
         self.heartbeats.hear(worker_of(frame.head))
         return WireMessage({"ok": True})
 
-    def begin(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def begin(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Set the initial values of the dense blocks. Only worker 0's values are used, and only once."""
         values = frame.arrays[0] if frame.arrays else np.empty(0, np.float32)
         if values.dtype != np.float32 or values.size != self.dense.size:
@@ -127,14 +127,14 @@ class ServerShard(ServerState):
                 self.change(self.stamped(frame))
         return WireMessage({"ok": True})
 
-    def pull(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def pull(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Return rows and blocks for a step, as soon as the step may begin."""
         pull = read_pull(frame, self.layout)
         if self.read_only and not pull.peek:
             raise RequestError(f"server {self.server} is read-only: pull with peek")
         if pull.commit is not None:
             self._commit(pull.worker, pull.commit)
-        waited = self._wait_for(pull, gone)
+        waited = self._wait_for(pull, has_hung_up)
         with self.lock:
             self.counts["pulls"] += 1
             self.counts["waited"] += waited
@@ -151,7 +151,7 @@ class ServerShard(ServerState):
         table = self.tables[name]
         return (table.pull_state(ids) if state else table.pull(ids)).reshape(-1)
 
-    def push(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def push(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Take a worker's update; a repeated one is acknowledged but not applied again."""
         layout = self.layout
         push = read_push(frame, layout)
@@ -173,12 +173,12 @@ class ServerShard(ServerState):
     def _check_order(self, push: PushRequest, membership: WorkerMembership) -> None:
         if push.seq != membership.seq + 1:
             raise RequestError(
-                f"worker {push.worker}'s push {push.seq} came to server {self.server} after its push {membership.seq}; "
+                f"worker {push.worker}'s push {push.seq} reached server {self.server} after its push {membership.seq}; "
                 "the pushes between them are missing"
             )
         self.mode.check(push)
 
-    def commit(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def commit(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Record that all servers have a worker's pushes up to this one."""
         self._commit(worker_of(frame.head, 0), whole(frame.head, "seq", -1))
         return WireMessage({"ok": True, "version": self.version})
@@ -191,13 +191,13 @@ class ServerShard(ServerState):
             if seq > membership.committed:
                 self.change(self.stamped(WireMessage({"op": "commit", "worker": worker, "seq": seq})))
 
-    def leave(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def leave(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Remove a worker that is done from the job. All of its pushes count."""
         return self._once(
             frame, lambda worker: self.members.is_live(worker) and not self.members.memberships[worker].fenced
         )
 
-    def new_pass(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def new_pass(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Record that a worker has finished a pass over the data; ``passes``, if given, is its total number of passes.
 
         Without ``passes``, a second request with no push in between is a retry and counts as the same pass.
@@ -219,15 +219,15 @@ class ServerShard(ServerState):
             answer = self.change(self.stamped(frame)) if needed(worker_of(frame.head, 0)) else {}
         return WireMessage({"ok": True, **answer})
 
-    def beat(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def beat(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         return WireMessage({"ok": True, "opened": self.opened})
 
-    def blob(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def blob(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Return the last states that a worker stored on this server."""
         kept = self.blobs.get(worker_of(frame.head), [])
         return WireMessage({"ok": True, "steps": [seq for seq, _ in kept]}, [content for _, content in kept])
 
-    def stats(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def stats(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Return counters and sizes for display."""
         head: dict[str, Any] = {"ok": True, "server": self.server, "opened": self.opened, "lsn": self.lsn}
         if not self.opened:
@@ -254,13 +254,13 @@ class ServerShard(ServerState):
 
     # ---- between servers ----
 
-    def verdict(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def verdict(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         return WireMessage({"ok": True, **self.coordinator.verdict(worker_of(frame.head, 0))})
 
-    def join(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def join(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         return WireMessage({"ok": True, **self.coordinator.join(worker_of(frame.head, 0))})
 
-    def apply_decision(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def apply_decision(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Apply a decision of server 0: fence, drop or enter."""
         head = frame.head
         worker_of(head, 0)
@@ -275,22 +275,22 @@ class ServerShard(ServerState):
 
     # ---- persistence ----
 
-    def save(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def save(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         self._kept(frame).save(Path(text(frame.head, "path")), whole(frame.head, "step", 0))
         return WireMessage({"ok": True})
 
-    def load(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def load(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         step = self._kept(frame).load(Path(text(frame.head, "path")))
         return WireMessage({"ok": True, "step": step})
 
-    def export(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def export(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         head = frame.head
         since = None if head.get("since") is None else whole(head, "since", 0)
         table, form = known_table(head.get("table"), self.layout), text(head, "format")
         rows, version = self._kept(frame).export(Path(text(head, "path")), table, form, since)
         return WireMessage({"ok": True, "rows": rows, "version": version})
 
-    def mirror(self, frame: WireMessage, gone: Gone) -> WireMessage:
+    def mirror(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Store or return files of another server's replica."""
         return self._kept(frame).handle(frame)
 
@@ -303,7 +303,7 @@ class ServerShard(ServerState):
 
     # ---- waiting ----
 
-    def _wait_for(self, pull: PullRequest, gone: Gone) -> float:
+    def _wait_for(self, pull: PullRequest, has_hung_up: HasHungUp) -> float:
         def missing() -> dict[int, str]:
             if not self.store.begun:
                 if self.broken:
@@ -314,9 +314,9 @@ class ServerShard(ServerState):
             self.membership(pull.worker)
             return self.mode.missing(pull.worker, pull.step)
 
-        return self._wait(missing, f"step {pull.step}", pull.worker, gone)
+        return self._wait(missing, f"step {pull.step}", pull.worker, has_hung_up)
 
-    def _wait(self, missing: Callable[[], dict[int, str]], what: str, worker: int, gone: Gone) -> float:
+    def _wait(self, missing: Callable[[], dict[int, str]], what: str, worker: int, has_hung_up: HasHungUp) -> float:
         """Wait until no worker is missing, and return the seconds waited."""
         began, layout = self._clock(), self.layout
         while True:
@@ -325,7 +325,7 @@ class ServerShard(ServerState):
                 late = missing()
             if not late:
                 return self._clock() - began
-            if gone():
+            if has_hung_up():
                 raise PeerLost(f"worker {worker} closed the connection while it waited for {what}")
             self.heartbeats.hear(worker)
             self.coordinator.drop_silent_workers(late, what, self._clock() - began)
@@ -363,9 +363,9 @@ class ServerShard(ServerState):
             persistence.close()
 
 
-def _operations(shard: ServerShard) -> dict[str, Callable[[WireMessage, Gone], WireMessage]]:
+def _operations(shard: ServerShard) -> dict[str, Callable[[WireMessage, HasHungUp], WireMessage]]:
     own = ("hello", "open", "begin", "pull", "push", "commit", "leave", "new_pass", "beat", "blob", "stats")
-    named: dict[str, Callable[[WireMessage, Gone], WireMessage]] = {name: getattr(shard, name) for name in own}
+    named: dict[str, Callable[[WireMessage, HasHungUp], WireMessage]] = {name: getattr(shard, name) for name in own}
     named |= {"verdict": shard.verdict, "join": shard.join}
     named |= dict.fromkeys(BETWEEN[1:], shard.apply_decision)
     named |= {"save": shard.save, "load": shard.load, "export": shard.export}
@@ -375,7 +375,7 @@ def _operations(shard: ServerShard) -> dict[str, Callable[[WireMessage, Gone], W
 def _check(job: JobSpec, servers: int) -> None:
     if job.servers != servers:
         raise MismatchError(
-            f"a job for {job.servers} servers came to one of {servers}; give all the same list of servers"
+            f"a job for {job.servers} servers reached one of {servers}; give all the same list of servers"
         )
     if not 1 <= job.trainers <= MAX_WORKER:
         raise UsageError(f"a job of {job.trainers} workers; there must be 1 or more")

@@ -149,21 +149,21 @@ def newcomers(ids: Int64s, regions: Int64s, seed: int, admission: NDArray[np.flo
 
 @kernel
 def release(
-    ids: Int64s, regions: Int64s, counters: Int64s, words32: Words, words: int, gone: NDArray[np.bool_]
+    ids: Int64s, regions: Int64s, counters: Int64s, words32: Words, words: int, present: NDArray[np.bool_]
 ) -> None:
-    """Remove ids, including ids that wait for admission; ``gone[i]`` becomes True if ids[i] was present."""
+    """Remove ids, including ids that wait for admission; ``present[i]`` becomes True if ids[i] was present."""
     n, memory, described, counted = len(ids), words32.ctypes.data, regions.ctypes.data, counters.ctypes.data
     for i in range(n):
         if i + AHEAD < n:
             fetch_ahead(described, ids[i + AHEAD])
-        gone[i] = False
+        present[i] = False
         hashed = mix(ids[i])
         about = region(described, bucket(hashed))
         if load(about + 8 * SIZE):
             at = seek(about, hashed, ids[i])
             value = load(at + 8)
             if value != EMPTY:
-                gone[i] = True
+                present[i] = True
                 if value >= 0:
                     free_slot(value, counted, memory, words)
                 close_gap(about, at)

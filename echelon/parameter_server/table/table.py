@@ -134,21 +134,21 @@ class Table:
         ids, grads = self._checked(ids, grads, self.dim)
         with self._lock:
             settings = settings_of(self.spec.rule, self.spec.rule.lr if lr is None else lr, self.step + 1)
-            gone = self._make_room(ids)
+            evicted = self._make_room(ids)
             slots = self._claimed(ids, now)
             self.step += 1
             self._update(slots, grads, self._arena.floats, self._shape, settings)
-        return gone
+        return evicted
 
     def add(self, ids: Int64s, deltas: Float32s, *, now: int = 0) -> Int64s:
         """Add ``deltas`` [n, dim + state] to weights and state of the distinct ``ids``; return the evicted ids."""
         ids, deltas = self._checked(ids, deltas, self.dim + self.state)
         with self._lock:
-            gone = self._make_room(ids)
+            evicted = self._make_room(ids)
             slots = self._claimed(ids, now)
             self.step += 1
             records.add(slots, deltas, self._arena.floats, self._shape)
-        return gone
+        return evicted
 
     def make_room(self, ids: Int64s) -> Int64s:
         """Evict now what a push of ``ids`` would evict, and return the evicted ids.
@@ -220,7 +220,7 @@ class Table:
         if self.spec.on_full == "error":
             raise EchelonError(
                 f"table '{self.spec.name}' is full: {len(self):,} of {self.capacity:,} rows here, and {made:,} new ids "
-                "came; raise capacity, or set on_full to 'lru' or 'lfu'"
+                "arrived; raise capacity, or set on_full to 'lru' or 'lfu'"
             )
         if made > self.capacity:
             raise EchelonError(
@@ -234,28 +234,28 @@ class Table:
         score = OLDEST if self.spec.on_full == "lru" else RAREST
         own = self._found(ids)
         records.set_flags(own, arena.words32, self.words, _ALL, PINNED)
-        gone = select_evictions(self._index.regions, arena.words32, self.words, score, max(over, capacity // 16))
+        evicted = select_evictions(self._index.regions, arena.words32, self.words, score, max(over, capacity // 16))
         records.set_flags(own, arena.words32, self.words, _ALL ^ PINNED, 0)
-        if len(gone) < over:
+        if len(evicted) < over:
             raise EchelonError(
                 f"table '{self.spec.name}': one push touches more rows than the {capacity:,} it may hold here; "
                 "raise capacity"
             )
-        return self._release(gone)
+        return self._release(evicted)
 
     def _release(self, ids: Int64s) -> Int64s:
         """Remove ids and return those that were present; removals from buckets with a snapshot are recorded."""
-        arena, gone = self._arena, np.empty(len(ids), np.bool_)
-        claims.release(ids, self._index.regions, arena.counters, arena.words32, self.words, gone)
-        went = ids[gone]
-        if self._removed and len(went):
-            where = bucket_of(went, BUCKETS)
+        arena, present = self._arena, np.empty(len(ids), np.bool_)
+        claims.release(ids, self._index.regions, arena.counters, arena.words32, self.words, present)
+        removed = ids[present]
+        if self._removed and len(removed):
+            where = bucket_of(removed, BUCKETS)
             order = np.argsort(where, kind="stable")
             buckets, begins = np.unique(where[order], return_index=True)
-            for bucket, part in zip(buckets.tolist(), np.split(went[order], begins[1:]), strict=True):
+            for bucket, part in zip(buckets.tolist(), np.split(removed[order], begins[1:]), strict=True):
                 if bucket in self._removed:
                     self._removed[bucket].append(part)
-        return went
+        return removed
 
     def new_pass(self) -> int:
         """Begin a new pass over the data and return its number."""
@@ -303,13 +303,13 @@ class Table:
         """
         with self._lock:
             ids, values = self._index.pairs(bucket)
-            removed = self._gone(bucket, ids) if changed_only else _NO_IDS
+            removed = self._removed_since_clean(bucket, ids) if changed_only else _NO_IDS
             if changed_only:
                 changed = self._meta(values, 0) >= CHANGED
                 ids, values = ids[changed], values[changed]
             return BucketRows(ids, self._copied(values), removed)
 
-    def _gone(self, bucket: int, present: Int64s) -> Int64s:
+    def _removed_since_clean(self, bucket: int, present: Int64s) -> Int64s:
         parts = self._removed.get(bucket, [])
         return np.setdiff1d(np.concatenate(parts), present) if parts else _NO_IDS
 

@@ -163,7 +163,7 @@ class ParameterServerClient:
         self.seq = 0  #: sequence number of the next push
         self._moment = PullVersions([0] * len(self.links), 0)  # of the dense blocks' last read
         self._under_way: deque[list[Future[WireMessage]]] = deque()
-        self._newest: list[Floats] = []  # the blocks' values in the last answer to a push that asked for them
+        self._newest: list[Floats] = []  # the blocks' values in the last answer to a push that requested them
         self._committed = -1
         self.occupancy = Occupancy(job.tables, len(self.links))
         self._staleness: list[int] = []  # of the pushes answered since the list was last taken
@@ -358,7 +358,7 @@ class ParameterServerClient:
         since = monotonic() if activity.recorder is not None else 0.0
         answers = [link.send(frame) for link, frame in zip(self.links, frames, strict=True)]
         if activity.recorder is not None:
-            activity.recorder.asked(kind, since, frames, answers)
+            activity.recorder.record_request(kind, since, frames, answers)
         return answers
 
     def _all(self, head: dict[str, Any]) -> list[WireMessage]:

@@ -57,7 +57,7 @@ class ServerConnections:
             return
         if self.links[index].holds_state:  # another worker may have opened the job there again
             raise PeerLost(
-                f"server {index} came back without its state (its journal is off or lost); start the job again: it "
+                f"server {index} has restarted without its state (its journal is off or lost); start the job again: it "
                 "goes on from the last checkpoint. ParameterServer(journal=True), or replica=True for lost hosts, "
                 "prevents it"
             )

@@ -273,8 +273,8 @@ class ParameterServerSession:
 
     def _ask_ahead(self) -> None:
         batch, self._next = self._next, None
-        asked = self.reading.ask_ahead(batch, dense=self.dense and self.settings.mode != "async")
-        self._ahead = asked if self.steps_together else None
+        pull = self.reading.ask_ahead(batch, dense=self.dense and self.settings.mode != "async")
+        self._ahead = pull if self.steps_together else None
 
     def _install(self, values: Sequence[NDArray[np.float32]]) -> None:
         if self._geo is not None:
@@ -336,7 +336,7 @@ class ParameterServerSession:
         return self.saved_as(step)
 
     def forget_saves(self, place: Path) -> None:
-        """Remove servers' parts whose checkpoint is gone."""
+        """Remove servers' parts whose checkpoint is removed."""
         from echelon.checkpoint.directory import complete
 
         if self.worker:

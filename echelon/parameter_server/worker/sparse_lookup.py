@@ -117,12 +117,12 @@ class SparseLookup:
         self._client, self._device = client, device
         self._views: dict[IdView, None] = {}
         self._leaves: list[Tensor] = []
-        self._asked: list[LookupBatch] = []
+        self._lookups: list[LookupBatch] = []
         self._ahead: deque[LookupBatch] = deque(maxlen=2)  # pulls for the next batches, in order
         self.moment: PullVersions | None = None  #: versions of this step's rows
         self.in_step = False
         self.computed: set[str] = set()  #: tables whose ids are computed in the model, which prevents prefetching
-        self.values: list[Floats] = []  #: dense values that came with the last pull
+        self.values: list[Floats] = []  #: dense values of the last pull
         self._pull = pull or client.pull
         self._before_peek = before_peek
 
@@ -131,14 +131,14 @@ class SparseLookup:
     def begin(self, batch: Any, dense: bool) -> None:
         """Start a step on ``batch`` and receive its rows, from a prefetch if there is one."""
         self._leaves = tensors_in(batch)
-        self._asked = []
+        self._lookups = []
         self.in_step = True
         self.values = []
         self.moment = None
-        asked = self._asked_ahead(self._views_of(self._leaves), dense)
-        if asked.pulled is not None:
-            self._asked.append(asked)
-            self._receive(asked)
+        lookup = self._take_prefetched(self._views_of(self._leaves), dense)
+        if lookup.pulled is not None:
+            self._lookups.append(lookup)
+            self._receive(lookup)
 
     def ask_ahead(self, batch: Any, dense: bool) -> PullFuture | None:
         """Prefetch the rows of the next batch; return the pull, if there is one."""
@@ -148,31 +148,31 @@ class SparseLookup:
         return self._ahead[-1].pulled
 
     def ask(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
-        asked = LookupBatch(tensors=[ids for _, ids in wanted])
+        lookup = LookupBatch(tensors=[ids for _, ids in wanted])
         by_table: dict[str, list[Tensor]] = {}
         for table, ids in wanted:
             by_table.setdefault(table, []).append(ids)
         for table, tensors in by_table.items():
-            asked.ids[table], inverse = dedupe(_joined_ids(tensors))
+            lookup.ids[table], inverse = dedupe(_joined_ids(tensors))
             start = 0
             for ids in tensors:
-                asked.inverse[key_of(table, ids)] = inverse[start : start + ids.numel()]
+                lookup.inverse[key_of(table, ids)] = inverse[start : start + ids.numel()]
                 start += ids.numel()
         if wanted or dense:
-            asked.pulled = self._pull(asked.ids, step=self._client.seq, dense=dense)
-        return asked
+            lookup.pulled = self._pull(lookup.ids, step=self._client.seq, dense=dense)
+        return lookup
 
-    def _receive(self, asked: LookupBatch) -> None:
-        assert asked.pulled is not None
-        rows = asked.pulled.rows()
-        self.values = asked.pulled.dense or self.values
-        self.moment = self.moment or asked.pulled.moment
+    def _receive(self, lookup: LookupBatch) -> None:
+        assert lookup.pulled is not None
+        rows = lookup.pulled.rows()
+        self.values = lookup.pulled.dense or self.values
+        self.moment = self.moment or lookup.pulled.moment
         for table, values in rows.items():
             leaf = torch.from_numpy(_own(values)).to(self._device).requires_grad_()
-            asked.found[table] = PulledRows(table, asked.pulled.shares[table], leaf, values, asked.ids[table])
+            lookup.found[table] = PulledRows(table, lookup.pulled.shares[table], leaf, values, lookup.ids[table])
 
     def end(self) -> None:
-        self._leaves, self._asked, self.in_step = [], [], False
+        self._leaves, self._lookups, self.in_step = [], [], False
 
     # ---- a lookup ----
 
@@ -182,14 +182,14 @@ class SparseLookup:
         if not self.in_step:
             return self._peek(table, ids)
         key = key_of(table, ids)
-        for asked in self._asked:
-            if key in asked.inverse:
-                return asked.found[table].rows, torch.from_numpy(asked.inverse[key]).to(self._device)
+        for lookup in self._lookups:
+            if key in lookup.inverse:
+                return lookup.found[table].rows, torch.from_numpy(lookup.inverse[key]).to(self._device)
         self._learn(table, ids)
-        asked = self.ask([(table, ids)], dense=False)
-        self._asked.append(asked)
-        self._receive(asked)
-        return asked.found[table].rows, torch.from_numpy(asked.inverse[key]).to(self._device)
+        lookup = self.ask([(table, ids)], dense=False)
+        self._lookups.append(lookup)
+        self._receive(lookup)
+        return lookup.found[table].rows, torch.from_numpy(lookup.inverse[key]).to(self._device)
 
     def _peek(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         self._before_peek()
@@ -208,14 +208,14 @@ class SparseLookup:
         found = [(view.table, view.of(leaves)) for view in self._views]
         return [(table, ids) for table, ids in found if ids is not None]
 
-    def _asked_ahead(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
+    def _take_prefetched(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
         """Return the prefetch of these ids, or pull them now if there is none."""
         keys = {key_of(table, ids) for table, ids in wanted}
-        for at, asked in enumerate(self._ahead):
-            if keys == asked.inverse.keys():
+        for at, lookup in enumerate(self._ahead):
+            if keys == lookup.inverse.keys():
                 for _ in range(at + 1):  # earlier prefetches were for batches that were never trained on
                     self._ahead.popleft()
-                return asked
+                return lookup
         return self.ask(wanted, dense)
 
     # ---- results of the step ----
@@ -223,8 +223,8 @@ class SparseLookup:
     def gradients(self, scale: float) -> dict[str, tuple[IdPartition, Floats]]:
         """Return the gradient of each distinct row by table, times ``scale``; pulls without a gradient are left out."""
         parts: dict[str, list[PulledRows]] = {}
-        for asked in self._asked:
-            for found in asked.found.values():
+        for lookup in self._lookups:
+            for found in lookup.found.values():
                 if found.rows.grad is not None:
                     parts.setdefault(found.table, []).append(found)
         return {table: self._merged(founds, scale) for table, founds in parts.items()}
@@ -240,7 +240,7 @@ class SparseLookup:
 
     def origins(self, tables: Mapping[str, tuple[IdPartition, Floats]]) -> dict[str, Floats]:
         """Return the rows as they were read, in the order of the partitions in ``tables``."""
-        read = {found.table: found for asked in reversed(self._asked) for found in asked.found.values()}
+        read = {found.table: found for lookup in reversed(self._lookups) for found in lookup.found.values()}
         return {
             name: read[name].origin if share.order is None else read[name].origin[share.order]
             for name, (share, _) in tables.items()
@@ -266,6 +266,6 @@ def _own(values: Floats) -> Floats:
 def _check(table: str, ids: Tensor) -> None:
     if ids.dtype != torch.int64:
         raise DataError(
-            f"table '{table}' was asked for ids of type {str(ids.dtype).removeprefix('torch.')}; ids are int64: call "
+            f"table '{table}' was given ids of type {str(ids.dtype).removeprefix('torch.')}; ids are int64: call "
             ".long(), or hash names with echelon.data"
         )

@@ -62,7 +62,7 @@ class UnitCosts:
         self._compiling: Compiling = "fused" if hasattr(profile, "compiled") else "by factors"
 
     def sheet(self, samples: int, split: int, amp: str | None, compiled: bool = False) -> ModelCosts:
-        """Return the costs of all units; as compiled code, if asked for and if the profile knows them."""
+        """Return the costs of all units; as compiled code, if requested and if the profile knows them."""
         key = samples, split, amp, compiled
         if key not in self._sheets:
             profile = compiled_view(self.profile, compiled)

@@ -181,7 +181,7 @@ def stage(sheet: ModelCosts, first: int, end: int, terms: StageMemoryOptions) ->
         again=passes.again(),
         sent=passes.sent(),
         partly=passes.partly(),
-        weights=_putting_off_no_more(passes.put_off, passes.beside(), glue=first == 0),
+        weights=_putting_off_no_more(passes.put_off, passes.beside(), has_outer=first == 0),
         closing=_closing(float(passes.gradients.sum()), terms),
     )
 
@@ -245,14 +245,14 @@ class _Passes:
         return _fullest(self._entered + own + made, self._before + self.kept, made + (own - self._backward))
 
 
-def _putting_off_no_more(put_off: Row, beside: Row, glue: bool) -> PassPeak:
+def _putting_off_no_more(put_off: Row, beside: Row, has_outer: bool) -> PassPeak:
     """Return the peak of W, which runs from the last unit to the first: waiting bytes and temporaries.
 
-    glue: True if user code runs before the first unit (an embedding); its gradient comes when nothing waits any more
+    has_outer: True if user code runs before the first unit (an embedding); its gradient comes after the last wait
     """
     waiting = np.cumsum(put_off)
     totals = waiting + beside
-    if glue:
+    if has_outer:
         totals[0] = max(put_off[0], beside[0])
     return _fullest(totals, waiting)
 
@@ -294,7 +294,7 @@ def _whole_weights(rows: UnitColumns, first: int, end: int) -> np.ndarray[Any, n
 # ---- gradients that are sent while backward runs ----
 
 
-def _gone(made: Row | float, terms: StageMemoryOptions) -> Any:
+def _sent(made: Row | float, terms: StageMemoryOptions) -> Any:
     """Return the part of ``made`` bytes of gradients that is in full buckets."""
     full = FIRST_BUCKET + np.floor(np.maximum(np.asarray(made) - FIRST_BUCKET, 0.0) / terms.bucket) * terms.bucket
     return np.where(np.asarray(made) < FIRST_BUCKET, 0.0, full)
@@ -307,17 +307,17 @@ def _in_buckets(after: Row, terms: StageMemoryOptions) -> Row:
     """
     if not terms.bucket:
         return after
-    gone = _gone(after, terms)
-    under_way = np.minimum(gone, UNDER_WAY * terms.bucket)
-    arrived = (gone - under_way) / terms.ranks if terms.level else 0.0
-    return np.asarray(after - gone + terms.messages * under_way + arrived)
+    sent = _sent(after, terms)
+    under_way = np.minimum(sent, UNDER_WAY * terms.bucket)
+    arrived = (sent - under_way) / terms.ranks if terms.level else 0.0
+    return np.asarray(after - sent + terms.messages * under_way + arrived)
 
 
 def _closing(made: float, terms: StageMemoryOptions) -> PassPeak:
     if not terms.bucket:
         return PassPeak(made, 0.0, made)
-    gone = float(_gone(max(made - 1.0, 0.0), terms))
-    left = made - gone
-    under_way = min(gone, UNDER_WAY * terms.bucket)
-    arrived = (gone - under_way) / terms.ranks if terms.level else 0.0
+    sent = float(_sent(max(made - 1.0, 0.0), terms))
+    left = made - sent
+    under_way = min(sent, UNDER_WAY * terms.bucket)
+    arrived = (sent - under_way) / terms.ranks if terms.level else 0.0
     return PassPeak(left + terms.messages * (left + under_way) + arrived, 0.0, left + arrived)

@@ -31,13 +31,13 @@ def compile_pass(passed: FakePass) -> FakePass:
     made: dict[int, UnitCall] = {}
     calls = []
     for call in passed.calls:
-        glue, glue_back = compile_spans(call.glue, call.glue_back, weights, {number for number, _ in call.inputs})
+        outer, outer_back = compile_spans(call.outer, call.outer_back, weights, {number for number, _ in call.inputs})
         unit, unit_back = call.unit, call.unit_back
         if call.like is None:
             unit, unit_back = compile_spans(unit, unit_back, weights, {number for number, _ in call.outputs})
         like = None if call.like is None else made[id(call.like)]
         calls.append(
-            dataclasses.replace(call, glue=glue, glue_back=glue_back, unit=unit, unit_back=unit_back, like=like)
+            dataclasses.replace(call, outer=outer, outer_back=outer_back, unit=unit, unit_back=unit_back, like=like)
         )
         made[id(call)] = calls[-1]
     tail, tail_back = compile_spans(passed.tail, passed.tail_back, weights, set())

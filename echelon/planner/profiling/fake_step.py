@@ -27,18 +27,18 @@ Leaf = tuple[int, float]  # the number that OpTracer gives to a tensor's storage
 
 @dataclass(eq=False)
 class UnitCall:
-    """A call of a unit: the spans of the user code before it (``glue``) and of the unit itself.
+    """A call of a unit: the spans of the user code before it (``outer``) and of the unit itself.
 
     like: earlier call with equal unit and inputs, which has the unit's spans; None if this call really ran
     """
 
     name: str
-    glue: OpSpan
+    outer: OpSpan
     inputs: list[Leaf]
     unit: OpSpan = field(default_factory=OpSpan)
     outputs: list[Leaf] = field(default_factory=list)
     unit_back: OpSpan = field(default_factory=OpSpan)
-    glue_back: OpSpan = field(default_factory=OpSpan)
+    outer_back: OpSpan = field(default_factory=OpSpan)
     like: UnitCall | None = None
     shapes: list[Tensor | Any] = field(default_factory=list)
     parts: FlattenedTree | None = None
@@ -216,7 +216,7 @@ class _Listener:
 
     def begin_backward(self) -> OpSpan:
         self._trace.backward = True
-        self._back = [span for call in self.calls for span in (call.glue_back, call.unit_back)] + [OpSpan()]
+        self._back = [span for call in self.calls for span in (call.outer_back, call.unit_back)] + [OpSpan()]
         self._at = len(self._back) - 1
         self._trace.span = self._back[-1]
         return self._back[-1]

@@ -87,11 +87,11 @@ class OpTracer(OperationMode):  # type: ignore[no-untyped-call]
         self._count += 1
         number, address, size = self._count, storage._cdata, float(storage.nbytes())
 
-        def gone(_: object) -> None:
+        def note_free(_: object) -> None:
             self._alive.pop(address, None)
             self.span.events.append(MemoryEvent(number, -size))
 
-        self._alive[address] = (number, weakref.ref(storage, gone))
+        self._alive[address] = (number, weakref.ref(storage, note_free))
         self.span.events.append(MemoryEvent(number, size, late))
         return number
 

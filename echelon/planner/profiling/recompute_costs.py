@@ -17,12 +17,12 @@ Pair = tuple[OpSpan, OpSpan]  # the same span of a smaller and of a larger batch
 class UnitSpans:
     """A unit's spans, in order.
 
-    glue:   user code before each call of the unit
+    outer:  user code before each call of the unit
     module: the calls themselves
     tail:   code after the last unit
     """
 
-    glue: tuple[Pair, ...]
+    outer: tuple[Pair, ...]
     module: tuple[Pair, ...]
     tail: tuple[Pair, ...]
 
@@ -40,10 +40,10 @@ def figures_again(
     tail = ((small.tail, large.tail),) if is_last else ()
     tail_back = ((small.tail_back, large.tail_back),) if is_last else ()
     there = UnitSpans(
-        tuple((a.glue, b.glue) for a, b in calls), tuple((a.measured.unit, b.measured.unit) for a, b in calls), tail
+        tuple((a.outer, b.outer) for a, b in calls), tuple((a.measured.unit, b.measured.unit) for a, b in calls), tail
     )
     back = UnitSpans(
-        tuple((a.glue_back, b.glue_back) for a, b in calls),
+        tuple((a.outer_back, b.outer_back) for a, b in calls),
         tuple((a.measured.unit_back, b.measured.unit_back) for a, b in calls),
         tail_back,
     )
@@ -66,7 +66,7 @@ def crossings(passed: FakePass, groups: Sequence[Sequence[int]]) -> list[float]:
     sizes: dict[int, float] = {}
     for index, group in enumerate(groups):
         for call in (passed.calls[at] for at in group):
-            for number in call.glue.reads | {number for number, _ in call.inputs}:
+            for number in call.outer.reads | {number for number, _ in call.inputs}:
                 last[number] = index
             for number, size in call.outputs:
                 first.setdefault(number, index)
@@ -90,7 +90,7 @@ def _kept(
     for a, b in calls:
         for (number, one), (_, other) in zip(a.inputs, b.inputs, strict=True):
             found[number] = between(one, other, at)
-    for one_span, other_span in (*there.glue, *there.tail):
+    for one_span, other_span in (*there.outer, *there.tail):
         for (number, one), other in zip(one_span.saved.items(), other_span.saved.values(), strict=True):
             found[number] = max(found.get(number, 0.0), between(one, other, at))
     return sum(size for number, size in found.items() if number not in small.weights and number not in small.batch)
@@ -156,9 +156,9 @@ def peak_with_gradients(back: UnitSpans, gradients: Collection[int], at: float) 
 
 def _way_back(back: UnitSpans) -> Iterator[Pair]:
     yield from back.tail
-    for module, glue in zip(reversed(back.module), reversed(back.glue), strict=True):
+    for module, outer in zip(reversed(back.module), reversed(back.outer), strict=True):
         yield module
-        yield glue
+        yield outer
 
 
 # ---- recomputed ----
@@ -167,8 +167,8 @@ def _way_back(back: UnitSpans) -> Iterator[Pair]:
 def forward_again(there: UnitSpans, outputs: Sequence[Collection[int]], at: float) -> float:
     """Return the peak of forward if the module saves nothing inside it."""
     level = MemoryLevel(at)
-    for glue, module, made in zip(there.glue, there.module, outputs, strict=True):
-        level.play([glue])
+    for outer, module, made in zip(there.outer, there.module, outputs, strict=True):
+        level.play([outer])
         level.play_unkept(module, made)
     level.play(there.tail)
     return level.peak
@@ -189,19 +189,19 @@ def backward_again(
     stay, without = (gradients, ()) if whole else ((), gradients)
     level = MemoryLevel(at)
     level.play(back.tail, stay, without)
-    calls = zip(there.module, back.module, back.glue, outputs, strict=True)
-    for module, module_back, glue_back, made in reversed(list(calls)):
+    calls = zip(there.module, back.module, back.outer, outputs, strict=True)
+    for module, module_back, outer_back, made in reversed(list(calls)):
         # Recompute stops once the last saved tensor exists again. Outputs that the module does not save are not made
         # again: other units save them, if needed.
         level.play([module], without=[number for number in made if number not in module[0].saved])
-        level.play([module_back, glue_back], stay, without)
+        level.play([module_back, outer_back], stay, without)
     return level.peak
 
 
 def deferred(there: UnitSpans, back: UnitSpans, weights: Collection[int], at: float) -> float:
     """Return the bytes that the kernels of weight gradients read, each storage once."""
     sizes: dict[int, float] = {}
-    pairs = (*there.glue, *there.module, *there.tail, *back.glue, *back.module, *back.tail)
+    pairs = (*there.outer, *there.module, *there.tail, *back.outer, *back.module, *back.tail)
     for small, large in pairs:
         for one, other in zip(small.events, large.events, strict=True):
             if one.bytes > 0:
@@ -221,7 +221,7 @@ def deferred(there: UnitSpans, back: UnitSpans, weights: Collection[int], at: fl
 def casts(there: UnitSpans, weights: Collection[int], at: float) -> float:
     """Return the bytes of copies of weights in another precision."""
     found = 0.0
-    for small, large in (*there.glue, *there.module, *there.tail):
+    for small, large in (*there.outer, *there.module, *there.tail):
         sizes = {
             one.storage: between(one.bytes, other.bytes, at)
             for one, other in zip(small.events, large.events, strict=True)

@@ -107,12 +107,12 @@ def _pairs(loose: dict[str, nn.Linear], attempt: Try, marks: Marks) -> dict[str,
         fed: dict[str, bool] = {}
         order = []
 
-        def came(name: str, x: Any, fed: dict[str, bool] = fed, order: list[str] = order) -> None:
+        def note_call(name: str, x: Any, fed: dict[str, bool] = fed, order: list[str] = order) -> None:
             order.append(name)
             fed.setdefault(name, isinstance(x, ShardedActivation) and x.along == x.dim() - 1)
 
         tried = {name: _ROW if row else _COLUMN for name, row in wanted.items()}
-        if not _works(attempt, marks | tried, {name: _telling(came, name) for name in wanted}):
+        if not _works(attempt, marks | tried, {name: _telling(note_call, name) for name in wanted}):
             return {}
         rows = next((name for name in dict.fromkeys(order) if fed[name] and not wanted[name]), None)
         if rows is None:
@@ -121,8 +121,8 @@ def _pairs(loose: dict[str, nn.Linear], attempt: Try, marks: Marks) -> dict[str,
     return _kept(list(dict.fromkeys(order)), wanted, attempt, marks)
 
 
-def _telling(came: Callable[[str, Any], None], name: str) -> Callable[[Any], None]:
-    return lambda x: came(name, x)
+def _telling(note_call: Callable[[str, Any], None], name: str) -> Callable[[Any], None]:
+    return lambda x: note_call(name, x)
 
 
 def _kept(order: list[str], wanted: dict[str, bool], attempt: Try, marks: Marks) -> dict[str, bool]:
@@ -161,7 +161,7 @@ def _gathers(attempt: Try, marks: Marks) -> bool:
 def messages(passed: FakePass) -> dict[str, int]:
     """Count the collectives of all units in forward, by kind."""
     found: dict[str, int] = {}
-    for span in (*(span for call in passed.calls for span in (call.glue, call.measured.unit)), passed.tail):
+    for span in (*(span for call in passed.calls for span in (call.outer, call.measured.unit)), passed.tail):
         for kind, _ in span.messages:
             found[kind] = found.get(kind, 0) + 1
     return found

@@ -61,11 +61,11 @@ def _bound(passed: FakePass) -> dict[int, int]:
     outputs = {number for call in passed.calls for number, _ in call.outputs}
     until: dict[int, int] = {}
     for at, call in enumerate(passed.calls):
-        seen = call.glue.reads | {number for number, _ in call.inputs}
+        seen = call.outer.reads | {number for number, _ in call.inputs}
         for number in seen & made.keys():
             until[made[number]] = max(until.get(made[number], at), at)
-        _spread(call.glue, made, at)
-        for number in call.glue.draws:
+        _spread(call.outer, made, at)
+        for number in call.outer.draws:
             made.setdefault(number, at)
         for place in _changed(call.measured):
             number = call.inputs[place][0]
@@ -76,11 +76,11 @@ def _bound(passed: FakePass) -> dict[int, int]:
     return until
 
 
-def _spread(glue: OpSpan, made: dict[int, int], at: int) -> None:
+def _spread(outer: OpSpan, made: dict[int, int], at: int) -> None:
     """Add the storages that user code between units derives from storages in ``made``."""
-    for launch in glue.launches:
+    for launch in outer.launches:
         origins = [made[number] for number in launch.read if number in made]
-        origins += [at] if set(launch.made) & glue.draws else []
+        origins += [at] if set(launch.made) & outer.draws else []
         for number in launch.made:
             if origins:
                 made.setdefault(number, min(origins))
@@ -110,7 +110,7 @@ def unit_tensors(original: nn.Module, shadow: FakeModel, passed: FakePass, group
         space = held[index].parameters if isinstance(copied, nn.Parameter) else held[index].buffers
         space[key] = copied
 
-    for index, span in _glue(passed, of_call):
+    for index, span in _outer_spans(passed, of_call):
         for number in span.reads & passed.weights.keys():
             hold(index, originals[id(passed.weights[number])][0])
     place, found = 0, {key for one in held for key in (*one.parameters, *one.buffers)}
@@ -132,9 +132,9 @@ def _count_norms(original: nn.Module, of_unit: dict[str, int], held: list[UnitTe
             held[inside].norm_statistics += 2 * module.num_features + 1
 
 
-def _glue(passed: FakePass, of_call: dict[int, int]) -> Iterable[tuple[int, OpSpan]]:
+def _outer_spans(passed: FakePass, of_call: dict[int, int]) -> Iterable[tuple[int, OpSpan]]:
     for at, call in enumerate(passed.calls):
-        yield of_call[at], call.glue
+        yield of_call[at], call.outer
     yield max(of_call.values(), default=0), passed.tail
 
 
@@ -172,10 +172,10 @@ def carried(passed: FakePass, groups: Groups) -> list[UnitActivationBytes]:
     received = [0.0] * len(groups)
     handed_on: list[set[int]] = [set() for _ in groups]
     for index in range(len(groups)):
-        came = {number for number in _seen(passed, groups, index) if makers.get(number, index) < index}
-        for number in came:
+        incoming = {number for number in _seen(passed, groups, index) if makers.get(number, index) < index}
+        for number in incoming:
             handed_on[makers[number]].add(number)
-        received[index] = sum(sizes[number] for number in came)
+        received[index] = sum(sizes[number] for number in incoming)
     if groups:
         received[0] = _batch_bytes(passed, groups[0])
         handed_on[-1] = {number for number, _ in passed.calls[groups[-1][-1]].outputs}
@@ -188,7 +188,7 @@ def _seen(passed: FakePass, groups: Groups, index: int) -> set[int]:
     found: set[int] = set(passed.tail.reads) if index == len(groups) - 1 else set()
     for at in groups[index]:
         call = passed.calls[at]
-        found |= call.glue.reads | {number for number, _ in call.inputs}
+        found |= call.outer.reads | {number for number, _ in call.inputs}
     return found
 
 
@@ -211,7 +211,7 @@ def _saved(passed: FakePass, groups: Groups, makers: dict[int, int]) -> list[flo
             call = passed.calls[at]
             inside, kept = _kept(call, passed)
             totals[index] += inside
-            kept |= call.glue.saved
+            kept |= call.outer.saved
             kept |= passed.tail.saved if index == len(groups) - 1 and at == group[-1] else {}
             for number, size in kept.items():
                 if number not in passed.weights:
@@ -251,8 +251,8 @@ class UnitPassSpans:
 
 def spans_of(passed: FakePass, groups: Groups, index: int) -> UnitPassSpans:
     calls = [passed.calls[at] for at in groups[index]]
-    forward = [span for call in calls for span in (call.glue, call.measured.unit)]
-    backward = [span for call in reversed(calls) for span in (call.measured.unit_back, call.glue_back)]
+    forward = [span for call in calls for span in (call.outer, call.measured.unit)]
+    backward = [span for call in reversed(calls) for span in (call.measured.unit_back, call.outer_back)]
     if index == len(groups) - 1:
         forward.append(passed.tail)
         backward.insert(0, passed.tail_back)
@@ -264,7 +264,7 @@ def identity(passed: FakePass, groups: Groups, index: int) -> tuple[int, ...]:
     calls = [passed.calls[at] for at in groups[index]]
     if index == len(groups) - 1 and not (passed.tail.is_quiet and passed.tail_back.is_quiet):
         return (id(passed),)
-    return tuple(id(call.measured if call.glue.is_quiet and call.glue_back.is_quiet else call) for call in calls)
+    return tuple(id(call.measured if call.outer.is_quiet and call.outer_back.is_quiet else call) for call in calls)
 
 
 def alike(small: UnitPassSpans, large: UnitPassSpans) -> bool:
@@ -352,6 +352,6 @@ def mark_weight_kernels(passed: FakePass) -> None:
 
 def _backwards(passed: FakePass) -> Iterable[OpSpan]:
     for call in passed.calls:
-        yield call.glue_back
+        yield call.outer_back
         yield call.unit_back
     yield passed.tail_back

@@ -171,7 +171,7 @@ class Examination:
         """Run the measurements through torch.distributed, unless they are known to hang."""
         if self._first:
             self._messages.put("talk", {"why_not": self._why_not(), "ranks_of": self._ranks_of()})
-        agreed = self._messages.get("talk", WHOLE) or {"why_not": "the first rank is gone"}
+        agreed = self._messages.get("talk", WHOLE) or {"why_not": "the first rank has ended"}
         if agreed["why_not"]:
             self._report.together = {"left_out": agreed["why_not"]}
             return
@@ -218,13 +218,13 @@ class Examination:
         The command creates the result file on each host where it waits for the result.
         """
         wrong = int(self._messages.get("end", WHOLE) or 0)
-        self._messages.put(f"gone/{self._place.rank}", True)
+        self._messages.put(f"left/{self._place.rank}", True)
         result = Path(os.environ.get(DOCTOR_RESULT, ""))
         waits = result.is_file()
         if waits and self._leader:
             result.write_text(str(wrong), encoding="ascii")
         if self._first:
-            self._messages.gather("gone", self._report.ranks, STEP)
+            self._messages.gather("left", self._report.ranks, STEP)
             return 1 if wrong and not waits else 0
         return 0
 

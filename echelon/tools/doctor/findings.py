@@ -134,9 +134,9 @@ def _absent(report: DoctorReport) -> Iterator[DoctorFinding]:
     if missing := report.missing_ranks:
         names = listed([str(rank) for rank in missing])
         yield DoctorFinding(
-            f"rank {names} of {report.world_size} did not report, although its launcher came; either it cannot reach "
-            f"the store of the first host at {report.store} (an interface, or --nic, that the others do not reach; a "
-            "firewall), or it hangs while importing torch: look at its log",
+            f"rank {names} of {report.world_size} did not report, although its launcher is there; either it cannot "
+            f"reach the store of the first host at {report.store} (an interface, or --nic, that the others do not "
+            "reach; a firewall), or it hangs while importing torch: look at its log",
             wrong=True,
         )
     for node in sorted({facts["node"] for facts in report.ranks.values()} - set(report.hosts)):
@@ -333,7 +333,7 @@ def _joining(report: DoctorReport) -> Iterator[DoctorFinding]:
             f"the ranks could not communicate through torch.distributed: {together[FAILED]}", wrong=True
         )
     if together.get("right") is False:
-        yield DoctorFinding("a sum over all ranks came out wrong; look at the devices and their memory", wrong=True)
+        yield DoctorFinding("a sum over all ranks is wrong; look at the devices and their memory", wrong=True)
 
 
 _PARTS = (

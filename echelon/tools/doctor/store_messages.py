@@ -89,9 +89,9 @@ def answer_clock_requests(messages: MessageStore, hosts: Iterable[int]) -> None:
     for host in hosts:
         for turn in range(_ROUNDS):
             hear = messages.soon if turn else messages.get
-            if hear(f"clock/{host}/{turn}/asked", _PATIENCE) is None:
+            if hear(f"clock/{host}/{turn}/question", _PATIENCE) is None:
                 break
-            messages.put(f"clock/{host}/{turn}/told", time.time())
+            messages.put(f"clock/{host}/{turn}/answer", time.time())
 
 
 def measure_clock_offset(messages: MessageStore, host: int, patience: float) -> Facts:
@@ -102,11 +102,11 @@ def measure_clock_offset(messages: MessageStore, host: int, patience: float) -> 
     found: list[tuple[float, float]] = []
     for turn in range(_ROUNDS):
         start, since = time.time(), time.perf_counter()
-        messages.put(f"clock/{host}/{turn}/asked", True)
+        messages.put(f"clock/{host}/{turn}/question", True)
         remote_time = (
-            messages.soon(f"clock/{host}/{turn}/told", _PATIENCE)
+            messages.soon(f"clock/{host}/{turn}/answer", _PATIENCE)
             if turn
-            else messages.get(f"clock/{host}/{turn}/told", patience)
+            else messages.get(f"clock/{host}/{turn}/answer", patience)
         )
         if remote_time is None:
             return {"failed": "the first host did not tell the time"}

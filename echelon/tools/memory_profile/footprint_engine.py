@@ -47,7 +47,7 @@ class FootprintEngine(PlanningEngine):
     def _look_at(self, batch: Any) -> NoReturn:
         self._refuse_tables()
         try:
-            options = build(MemoryOptions, self._question["footprint"], "asked")
+            options = build(MemoryOptions, self._question["footprint"], "options")
             cluster = Cluster.parse(cluster_for(options))
             profile = profile_model(self._model, batch, self._loss, name=Path(options.model).stem, cluster=cluster)
             job = self._job(options, profile)

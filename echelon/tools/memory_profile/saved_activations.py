@@ -198,8 +198,8 @@ class _ActivationTracker:
             self._add(self._stage, address, owner, storage.nbytes(), storage)
 
     def _add(self, stage: int | None, address: int, owner: str, size: int, storage: Any) -> None:
-        gone = weakref.ref(storage, lambda _: self._kept.pop((stage, address), None))
-        self._kept[stage, address] = owner, size, gone
+        reference = weakref.ref(storage, lambda _: self._kept.pop((stage, address), None))
+        self._kept[stage, address] = owner, size, reference
 
 
 def _address(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from echelon.tools.plan_report.report_data import ClusterFigure, ClusterSummary,
 
 
 def build_plan_report(
-    profile: ProfileLike, cluster: Cluster, batch: int, answer: SearchResult, asked: dict[str, Any]
+    profile: ProfileLike, cluster: Cluster, batch: int, answer: SearchResult, options: dict[str, Any]
 ) -> PlanReport:
     """Return the report without its sensitivities and sizes, which need more searches."""
     best = answer.best[0] if answer.best else None
@@ -26,7 +26,7 @@ def build_plan_report(
         weights=weights(profile),
         batch=batch,
         machines=machines(cluster),
-        asked=asked,
+        asked=options,
         options=answer.best,
         stages=tuple(stages(profile, best.draft)) if best else (),
         neighbours=tuple(map(_rejected, answer.rejected)),

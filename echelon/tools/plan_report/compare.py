@@ -21,7 +21,7 @@ VERSION = 1
 #: Fraction of a step below which two predictions are treated as equal.
 EQUAL = 0.0005
 #: Options stored in a saved plan that change its prediction in addition to the draft.
-ASKED = ("optimizer", "memory", "allow", "bench")
+COMPARED_OPTIONS = ("optimizer", "memory", "allow", "bench")
 FEW = 8  # most entries of a list that are shown
 
 
@@ -127,7 +127,7 @@ def _decisions(first: SavedPlan, second: SavedPlan) -> Iterator[tuple[str, str, 
         one, other = getattr(first.draft, field.name), getattr(second.draft, field.name)
         if one != other:
             yield field.name, _in_words(one), _in_words(other)
-    for name in ASKED:
+    for name in COMPARED_OPTIONS:
         one, other = first.made_from.get(name), second.made_from.get(name)
         if one != other:
             yield name, _in_words(one), _in_words(other)

@@ -25,23 +25,25 @@ from echelon.tools.plan_report.plan_options import PlanOptions, PlanReportOption
 from echelon.tools.plan_report.report_data import PlanReport
 
 
-def make_report(asked: PlanOptions, cluster: Cluster, source: ModelSource, orders: PlanReportOptions) -> PlanReport:
+def make_report(options: PlanOptions, cluster: Cluster, source: ModelSource, orders: PlanReportOptions) -> PlanReport:
     """Search for the best plan, or load the saved one, and return the complete report."""
-    asked = dataclasses.replace(asked, batch=asked.batch or source.profile.batch, optimizer=asked.optimizer or "adam")
-    usual = _usual(asked, source, cluster)
-    planner = ReportPlanner(asked, source, usual, usual.runtime(_system(asked, source)))
+    options = dataclasses.replace(
+        options, batch=options.batch or source.profile.batch, optimizer=options.optimizer or "adam"
+    )
+    usual = _usual(options, source, cluster)
+    planner = ReportPlanner(options, source, usual, usual.runtime(_system(options, source)))
     before = SavedPlan.load(orders.explain).draft if orders.explain else None
     begin = time.process_time()
     answer = planner.again(before, cluster) if before else planner.best(cluster)
     costs = time.process_time() - begin
-    report = build_report.build_plan_report(source.profile, cluster, planner.batch, answer, asked.to_dict())
+    report = build_report.build_plan_report(source.profile, cluster, planner.batch, answer, options.to_dict())
     first = before or (answer.best[0].draft if answer.best else None)
     report = dataclasses.replace(report, runs_as=str(usual if first is None else usual.of_draft(first)))
     if not answer.best:
         return report
     chosen = answer.best[0]
     if orders.save:
-        _save(orders.save, chosen, asked, source)
+        _save(orders.save, chosen, options, source)
     same = planner.same(chosen.draft, cluster)
     ask = same if before else sensitivity.SensitivitySearch(planner.other, same, costs)
     return dataclasses.replace(
@@ -52,15 +54,17 @@ def make_report(asked: PlanOptions, cluster: Cluster, source: ModelSource, order
     )
 
 
-def _usual(asked: PlanOptions, source: ModelSource, cluster: Cluster) -> DefaultRun:
+def _usual(options: PlanOptions, source: ModelSource, cluster: Cluster) -> DefaultRun:
     """Return what a run would do on these devices, in the precision that --amp names."""
     usual = find_default_run(source.profile.model, None, {}, capabilities_of(cluster), source.strategy)
-    return usual if asked.amp is None else dataclasses.replace(usual, amp=None if asked.amp == "off" else asked.amp)
+    return (
+        usual if options.amp is None else dataclasses.replace(usual, amp=None if options.amp == "off" else options.amp)
+    )
 
 
-def _system(asked: PlanOptions, source: ModelSource) -> System:
+def _system(options: PlanOptions, source: ModelSource) -> System:
     """Return ECHELON with the state size of the script's own optimizer, or of a NAMED optimizer that STATE lacks."""
-    name, model = asked.optimizer, source.profile.model
+    name, model = options.optimizer, source.profile.model
     if source.optimizers is not None and name == optimizer_name(source.optimizers):
         return with_state_of(ECHELON, source.optimizers, model)
     if name is None or name in STATE or name not in NAMED:
@@ -72,23 +76,23 @@ def _system(asked: PlanOptions, source: ModelSource) -> System:
 class ReportPlanner:
     """Searches and predictions of one command: all for the same model and with the same options."""
 
-    asked: PlanOptions
+    options: PlanOptions
     source: ModelSource
     usual: DefaultRun
     system: System = ECHELON
 
     @property
     def batch(self) -> int:
-        assert self.asked.batch is not None
-        return self.asked.batch
+        assert self.options.batch is not None
+        return self.options.batch
 
     @property
     def optimizer(self) -> str:
-        assert self.asked.optimizer is not None
-        return self.asked.optimizer
+        assert self.options.optimizer is not None
+        return self.options.optimizer
 
     def best(self, cluster: Cluster) -> SearchResult:
-        return self._search(cluster, self.batch, self.asked.keep)
+        return self._search(cluster, self.batch, self.options.keep)
 
     def other(self, cluster: Cluster, batch: int) -> SearchResult:
         return self._search(cluster, batch, 1)
@@ -98,7 +102,7 @@ class ReportPlanner:
             self.source.profile,
             cluster,
             batch=batch,
-            allow=self.asked.allow,
+            allow=self.options.allow,
             optimizer=self.optimizer,
             system=self.system,
             usual=self.usual,
@@ -116,7 +120,7 @@ class ReportPlanner:
             self.source.profile,
             cluster,
             draft.batch,
-            self.asked.allow,
+            self.options.allow,
             self.optimizer,
             self.system,
             {},
@@ -153,12 +157,12 @@ class ReportPlanner:
         return predict(self.source.profile, cluster, draft, system=self.system, optimizer=self.optimizer, events=events)
 
 
-def _save(path: str, choice: PlanChoice, asked: PlanOptions, source: ModelSource) -> None:
+def _save(path: str, choice: PlanChoice, options: PlanOptions, source: ModelSource) -> None:
     make_saved_plan(
         choice.draft,
         source.profile,
         model=source.model,
-        cluster=asked.cluster,
+        cluster=options.cluster,
         prediction=choice.prediction,
-        made_from=asked.to_dict(),
+        made_from=options.to_dict(),
     ).save(path)

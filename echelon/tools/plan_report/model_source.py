@@ -53,18 +53,18 @@ def is_script(word: str) -> bool:
     return word.endswith(".py")
 
 
-def find_source(asked: PlanOptions, cluster: Cluster) -> ModelSource:
-    """Return the model that ``asked.model`` names, profiled for the devices of the cluster."""
-    kind, _, rest = asked.model.partition(":")
+def find_source(options: PlanOptions, cluster: Cluster) -> ModelSource:
+    """Return the model that ``options.model`` names, profiled for the devices of the cluster."""
+    kind, _, rest = options.model.partition(":")
     if kind in DESCRIBED:
-        if asked.batch is None:
+        if options.batch is None:
             raise UsageError(f"--global-batch is missing: {kind} is only described; write --global-batch 512")
         return ModelSource(_described(kind, rest, _device_type(cluster)))
     if kind == ZOO:
-        return _of_the_zoo(asked, rest, cluster)
-    if ":" not in asked.model:
-        raise UsageError(f"MODEL '{asked.model}' is no model that is known here; {_FORMS}")
-    return _called(asked, cluster)
+        return _of_the_zoo(options, rest, cluster)
+    if ":" not in options.model:
+        raise UsageError(f"MODEL '{options.model}' is no model that is known here; {_FORMS}")
+    return _called(options, cluster)
 
 
 def profile_model(model: nn.Module, batch: Any, loss: LossFunction | None, *, name: str, cluster: Cluster) -> Profile:
@@ -144,7 +144,7 @@ def _dtype(text: str) -> torch.dtype:
 # ---- models of the zoo ----
 
 
-def _of_the_zoo(asked: PlanOptions, words: str, cluster: Cluster) -> ModelSource:
+def _of_the_zoo(options: PlanOptions, words: str, cluster: Cluster) -> ModelSource:
     """Return a model such as ``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``.
 
     The model is on the meta device, so it takes no memory; its batch is synthetic.
@@ -153,7 +153,7 @@ def _of_the_zoo(asked: PlanOptions, words: str, cluster: Cluster) -> ModelSource
 
     name, *settings = words.split(",")
     values = dict(_setting(setting) for setting in settings)
-    made = sample(name, values, batch=min(asked.batch or SAMPLES, SAMPLES), device="meta")
+    made = sample(name, values, batch=min(options.batch or SAMPLES, SAMPLES), device="meta")
     return ModelSource(profile_model(made.model, made.batch, made.loss, name=name, cluster=cluster), made.model)
 
 
@@ -167,22 +167,22 @@ def _setting(text: str) -> tuple[str, str]:
 # ---- models made by a callable ----
 
 
-def _called(asked: PlanOptions, cluster: Cluster) -> ModelSource:
-    make = callable_at(asked.model, "MODEL")
-    model, batch, loss = _parts(asked.model, _made(make, asked.model))
+def _called(options: PlanOptions, cluster: Cluster) -> ModelSource:
+    make = callable_at(options.model, "MODEL")
+    model, batch, loss = _parts(options.model, _made(make, options.model))
     if batch is None:
-        if asked.input is None:
+        if options.input is None:
             raise UsageError(
-                f"MODEL '{asked.model}' returns a model without a batch; return (model, batch) or (model, batch, "
+                f"MODEL '{options.model}' returns a model without a batch; return (model, batch) or (model, batch, "
                 "loss), "
                 "or give --input 3x224x224"
             )
-        if asked.batch is None:
+        if options.batch is None:
             raise UsageError(
-                f"--global-batch is missing: --input {asked.input} is one sample; write --global-batch 512"
+                f"--global-batch is missing: --input {options.input} is one sample; write --global-batch 512"
             )
-        batch, loss = described_batch(asked.input), loss or mean_of_outputs
-    name = asked.model.rpartition(":")[2]
+        batch, loss = described_batch(options.input), loss or mean_of_outputs
+    name = options.model.rpartition(":")[2]
     return ModelSource(profile_model(model, batch, loss, name=name, cluster=cluster), model)
 
 

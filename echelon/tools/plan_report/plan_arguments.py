@@ -30,7 +30,7 @@ def parse_plan_options(
     if "allow" in given:
         given["allow"] = tuple(filter(None, (name.strip() for name in given["allow"].split(","))))
     if explain is not None:
-        return _asked_before(explain, model, given)
+        return _options_of_plan(explain, model, given)
     if model is None:
         raise UsageError("MODEL is missing; give one (see 'echelon plan --help'), or --explain plan.json")
     if "cluster" not in given:
@@ -38,12 +38,12 @@ def parse_plan_options(
     return PlanOptions(model=model, arguments=tuple(arguments), **given)
 
 
-def check_plan_options(asked: PlanOptions, html: str | None, save: str | None) -> None:
+def check_plan_options(options: PlanOptions, html: str | None, save: str | None) -> None:
     """Raise UsageError if the cluster is not valid, or if an output file cannot be written."""
     for option, path in (("--html", html), ("--save", save)):
         _check_room(option, path)
-    if asked.cluster != HERE:
-        Cluster.parse(asked.cluster, bench=asked.bench)
+    if options.cluster != HERE:
+        Cluster.parse(options.cluster, bench=options.bench)
 
 
 def _check_room(option: str, path: str | None) -> None:
@@ -52,7 +52,7 @@ def _check_room(option: str, path: str | None) -> None:
         raise UsageError(f"{option} '{path}': it is a directory, or its parent does not exist; give another path")
 
 
-def _asked_before(path: str, model: str | None, given: dict[str, Any]) -> PlanOptions:
+def _options_of_plan(path: str, model: str | None, given: dict[str, Any]) -> PlanOptions:
     """Return the options that a saved plan was made from, overridden by the options given now."""
     before = SavedPlan.load(path).made_from
     if not before and model is None:

@@ -28,7 +28,7 @@ ROOM_FOR_NUMBER = 2.2
 KINDS = {
     "F": "forward",
     "B": "backward",
-    "I": "backward, for what came in",
+    "I": "backward, for the input",
     "W": "backward, for the weights",
 }
 

@@ -23,13 +23,13 @@ from echelon.tools.plan_report.plan_options import PlanOptions, PlanReportOption
 from echelon.tools.plan_report.report_data import PlanReport
 
 
-def ask_script(asked: PlanOptions, orders: PlanReportOptions) -> PlanReport:
+def ask_script(options: PlanOptions, orders: PlanReportOptions) -> PlanReport:
     """Run the script up to its first batch and return the report for its model and batch."""
-    if not Path(asked.model).is_file():
-        raise UsageError(f"MODEL: no file at '{asked.model}'")
-    asked.machines()  # report an invalid cluster before the script runs, which can take minutes
-    wanted = {"asked": asked.to_dict(), "orders": dataclasses.asdict(orders)}
-    return PlanReport.from_dict(ask(asked.model, asked.arguments, wanted)["report"])
+    if not Path(options.model).is_file():
+        raise UsageError(f"MODEL: no file at '{options.model}'")
+    options.machines()  # report an invalid cluster before the script runs, which can take minutes
+    wanted = {"options": options.to_dict(), "orders": dataclasses.asdict(orders)}
+    return PlanReport.from_dict(ask(options.model, options.arguments, wanted)["report"])
 
 
 def ask(script: str, arguments: Sequence[str], question: dict[str, Any]) -> dict[str, Any]:

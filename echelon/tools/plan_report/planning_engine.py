@@ -116,15 +116,15 @@ class PlanningEngine:
 
         self._refuse_tables()
         try:
-            asked, orders = self._asked(), build(PlanReportOptions, self._question["orders"], "orders")
-            cluster = asked.machines()
-            profile = profile_model(self._model, batch, self._loss, name=Path(asked.model).stem, cluster=cluster)
+            options, orders = self._options(), build(PlanReportOptions, self._question["orders"], "orders")
+            cluster = options.machines()
+            profile = profile_model(self._model, batch, self._loss, name=Path(options.model).stem, cluster=cluster)
             report = make_report(
-                asked, cluster, ModelSource(profile, self._model, self._optimizer, self._strategy), orders
+                options, cluster, ModelSource(profile, self._model, self._optimizer, self._strategy), orders
             )
         except EchelonError as error:
             self._answer({"error": str(error)})
-        if asked.batch is None:
+        if options.batch is None:
             report = dataclasses.replace(report, notes=(*report.notes, _ONE_PROCESS))
         self._answer({"report": report.to_dict()})
 
@@ -134,9 +134,9 @@ class PlanningEngine:
         if any(isinstance(module, SparseEmbedding) for module in self._model.modules()):
             self._answer({"error": "sparse tables live on parameter servers, which plans do not cover; use 'run'"})
 
-    def _asked(self) -> PlanOptions:
-        asked = build(PlanOptions, self._question["asked"], "asked")
-        return asked if asked.optimizer else dataclasses.replace(asked, optimizer=optimizer_name(self._optimizer))
+    def _options(self) -> PlanOptions:
+        options = build(PlanOptions, self._question["options"], "options")
+        return options if options.optimizer else dataclasses.replace(options, optimizer=optimizer_name(self._optimizer))
 
     def _answer(self, found: dict[str, Any]) -> NoReturn:
         Path(self._question["answer"]).write_text(json.dumps(found), encoding="utf-8")

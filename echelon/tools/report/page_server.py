@@ -143,8 +143,8 @@ class PageRequestHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            asked = urlsplit(self.path)
-            query = parse_qs(asked.query, max_num_fields=8)
+            address = urlsplit(self.path)
+            query = parse_qs(address.query, max_num_fields=8)
         except ValueError:
             return self._refuse(HTTPStatus.BAD_REQUEST)
         given = query.get("token", [""])[0]
@@ -152,9 +152,9 @@ class PageRequestHandler(BaseHTTPRequestHandler):
             return self._let_in(given)
         if not self._may():
             return self._refuse(HTTPStatus.FORBIDDEN)
-        if asked.path == f"/{TRACE_ADDRESS}":
+        if address.path == f"/{TRACE_ADDRESS}":
             return self._trace()
-        if asked.path != "/":
+        if address.path != "/":
             return self._refuse(HTTPStatus.NOT_FOUND)
         return self._page()
 

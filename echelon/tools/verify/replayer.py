@@ -62,7 +62,7 @@ class VerifyReplayer(VerifyObserver):
     def __init__(self, question: VerifyRequest) -> None:
         self.question = question
         recorded = question.answered("plan")
-        assert recorded is not None, "the plan's own run has answered before this one is asked"
+        assert recorded is not None, "the plan's own run has answered before this one starts"
         self._recorded = recorded
         self._calls = 0
         self._losses: list[list[float]] = []

@@ -28,7 +28,7 @@ class VerifyOptions:
         return self.script == "train" and not self.module and not Path(self.script).exists()
 
 
-def check_asked(options: VerifyOptions) -> None:
+def check_verify_options(options: VerifyOptions) -> None:
     """Raise ``UsageError`` for options that cannot be compared. The check does not import torch."""
     from echelon.launcher.job import check_program
 

@@ -24,7 +24,7 @@ MOST_RANKS = 64
 ROOM_FOR_NUMBER = 2.2
 
 #: Names of the actions of a schedule.
-ACTIONS = {"F": "forward", "B": "backward", "I": "backward, for what came in", "W": "backward, for the weights"}
+ACTIONS = {"F": "forward", "B": "backward", "I": "backward, for the input", "W": "backward, for the weights"}
 #: Names of the span kinds of a timeline, in the order of the legend.
 KINDS = {
     "forward": "forward",

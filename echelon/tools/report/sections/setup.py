@@ -24,18 +24,18 @@ LONGEST = 400
 class SettingsSection:
     """The settings of a run as (name, value, origin).
 
-    asked: settings that were given
+    given: settings that were given
     usual: settings left at their defaults
     """
 
-    asked: list[tuple[str, str, str]]
+    given: list[tuple[str, str, str]]
     usual: list[tuple[str, str, str]]
 
 
 def settings(facts: RunMetadata) -> SettingsSection | None:
     rows = [(each, (each.name, in_words(each.value), each.origin)) for each in facts.settings]
-    asked, usual = [row for each, row in rows if not _usual(each)], [row for each, row in rows if _usual(each)]
-    return SettingsSection(asked, usual) if rows else None
+    given, usual = [row for each, row in rows if not _usual(each)], [row for each, row in rows if _usual(each)]
+    return SettingsSection(given, usual) if rows else None
 
 
 def _usual(setting: SettingMetadata) -> bool:

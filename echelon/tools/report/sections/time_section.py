@@ -232,18 +232,18 @@ def _parts(predicted: PredictionMetadata, run: Run) -> Iterator[PredictionCompar
     on_gpu = run.facts is not None and run.facts.world.device == "cuda"
     for name, causes in (PREDICTED_ON_GPU if on_gpu else PREDICTED_IN).items():
         expected = sum(predicted.parts.get(cause, 0.0) for cause in causes)
-        came = sum(phases.get(phase, 0.0) for phase in MEASURED_IN.get(name, (name,))) / 1e3
-        if expected or came:
-            yield _compare(name, expected, came, "time")
+        measured = sum(phases.get(phase, 0.0) for phase in MEASURED_IN.get(name, (name,))) / 1e3
+        if expected or measured:
+            yield _compare(name, expected, measured, "time")
 
 
-def _compare(what: str, expected: float | None, came: float | None, kind: str) -> PredictionComparison | None:
-    if expected is None or came is None or expected < 0 or came < 0:
+def _compare(what: str, expected: float | None, measured: float | None, kind: str) -> PredictionComparison | None:
+    if expected is None or measured is None or expected < 0 or measured < 0:
         return None
     show = formatting.duration if kind == "time" else formatting.size
-    most = max(expected, came) or 1.0
-    off = came / expected - 1 if expected else 0.0
+    most = max(expected, measured) or 1.0
+    off = measured / expected - 1 if expected else 0.0
     against = formatting.percent(off, signed=True) if expected else ""
     return PredictionComparison(
-        what, show(expected), show(came), against, off, (100 * expected / most, 100 * came / most)
+        what, show(expected), show(measured), against, off, (100 * expected / most, 100 * measured / most)
     )
