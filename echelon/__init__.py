@@ -7,7 +7,7 @@ from echelon.base import moved_modules
 from echelon.base.version import __version__ as __version__
 
 #: Submodules that are part of the public API, such as ``echelon.nn.SparseEmbedding``.
-_PUBLIC_MODULES = ("data", "errors", "nn", "optim", "plan", "planner", "strategy", "zoo")
+_PUBLIC_MODULES = ("data", "errors", "hf", "nn", "optim", "plan", "planner", "strategy", "zoo")
 
 moved_modules.install()
 

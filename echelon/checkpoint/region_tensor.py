@@ -63,8 +63,7 @@ class RegionTensor(Tensor):
             return _change(func, args, given)
         with torch.no_grad():
             try:
-                meta = _meta_cat if func is aten.cat.default else func
-                shapes = meta(*_on_meta(args), **_on_meta(given))
+                shapes = _SHAPES.get(func, func)(*_on_meta(args), **_on_meta(given))
             except (NotImplementedError, RuntimeError):  # the result depends on values
                 return func(*_values(args), **_values(given))
         rule = _RULES.get(func)
@@ -277,6 +276,10 @@ def _meta_cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _meta_stack(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return _meta_cat([part.unsqueeze(dim) for part in parts], dim)
+
+
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> list[RegionReader]:
     return [_Joined(parts, dim)]
 
@@ -337,6 +340,7 @@ def _to_copy(base: Tensor, dtype: torch.dtype | None = None, **_: Any) -> list[R
     return [_reader(base) if dtype in (None, base.dtype) else _Cast(base, dtype or base.dtype)]
 
 
+_SHAPES: dict[Any, Callable[..., Any]] = {aten.cat.default: _meta_cat, aten.stack.default: _meta_stack}
 Rule = Callable[..., "list[RegionReader] | None"]
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh.default), _same),

@@ -25,6 +25,17 @@ def export(
     name: first name). Only one tensor at a time is in memory.
     """
     stored = Stored(find(path_or_dir))
+    sources = weight_names(stored, prefix, ema=ema)
+    sources |= {second: sources[first] for second, first in _aliases(stored) if first in sources}
+    _write(Path(out), stored, sources)
+    return len(sources)
+
+
+def weight_names(stored: Stored, prefix: str, *, ema: bool) -> dict[str, str]:
+    """Return the names of the tensors under a prefix, without it, each with the name of the tensor to read.
+
+    ema:  True for the moving average of a tensor where the checkpoint has one
+    """
     sources = {name.removeprefix(prefix): name for name in stored.names() if name.startswith(prefix)}
     if not sources:
         raise CheckpointError(f"{stored.path} holds no tensor under '{prefix}'; it holds {_some(stored.names())}")
@@ -33,9 +44,7 @@ def export(
         if not averages:
             raise CheckpointError(f"{stored.path} holds no averaged weights; call engine.ema(...) in the script")
         sources |= averages
-    sources |= {second: sources[first] for second, first in _aliases(stored) if first in sources}
-    _write(Path(out), stored, sources)
-    return len(sources)
+    return sources
 
 
 def _aliases(stored: Stored) -> Iterable[tuple[str, str]]:

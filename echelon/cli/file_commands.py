@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from echelon.base.console import say
+from echelon.base.errors import UsageError
 from echelon.cli.preflight import require_path
 
 
@@ -18,9 +19,25 @@ def export(
         str | None, typer.Option(help="The sparse table to write, in place of the model's weights.")
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Write the averaged weights (engine.ema) instead.")] = False,
+    layout: Annotated[
+        Literal["file", "hf"],
+        typer.Option("--format", help="hf: a directory that AutoModel.from_pretrained loads; OUT is its path."),
+    ] = "file",
+    config: Annotated[
+        str | None, typer.Option(help="With --format hf: directory of the model that the training began from.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="With --format hf: largest size of a weight file.")] = "5 GB",
+    dtype: Annotated[
+        str | None, typer.Option(help="With --format hf: dtype to write weights in.", show_default="their own")
+    ] = None,
 ) -> None:
-    """Write a checkpoint's weights, or one of its sparse tables, into one file."""
+    """Write a checkpoint's weights, or one of its sparse tables, into one file, or as a directory of a model."""
     require_path(checkpoint, f"no checkpoint at {checkpoint}: there is no such directory; check the path")
+    if layout == "hf":
+        _export_directory(checkpoint, out, config, ema, max_shard_size, dtype)
+        return
+    if config is not None or dtype is not None:
+        raise UsageError("--config and --dtype go with --format hf; add it, or leave them out")
     if table is not None or out.endswith(".parquet"):
         from echelon.parameter_server.persistence.table_export import export_checkpoint
 
@@ -33,6 +50,16 @@ def export(
     found = find(checkpoint)
     count = write(found, out, ema=ema)
     say(f"{count} tensors of {found} written to {out}", stdout=True)
+
+
+def _export_directory(
+    checkpoint: str, out: str, config: str | None, ema: bool, max_shard_size: str, dtype: str | None
+) -> None:
+    from echelon.hf.export_checkpoint import export_model_directory
+    from echelon.hf.save_pretrained import FileOptions
+
+    found, count = export_model_directory(checkpoint, out, config, ema, FileOptions(max_shard_size, dtype))
+    say(f"{count} tensors of {found} written to the directory {out}", stdout=True)
 
 
 def fetch_data(

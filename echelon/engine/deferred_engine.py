@@ -219,6 +219,16 @@ class DeferredEngine(Engine):
     def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
         return self._created().save(directory, wait=wait)
 
+    @collective_call("save")
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        max_shard_size: str | float = "5 GB",
+        dtype: torch.dtype | str | None = None,
+    ) -> Path:
+        return self._created().save_pretrained(directory, max_shard_size=max_shard_size, dtype=dtype)
+
     @collective_call("communicate")
     def whole_state(self) -> dict[str, Tensor]:
         return self._created().whole_state()

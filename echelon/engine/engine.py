@@ -327,6 +327,34 @@ class Engine(OwnLoop):
         with self._clock.apart("checkpoint"), self._run.checker.explained(), self._replicas.shown():
             return save_adapter(self.model, self.plan, self._parts.local_state, self._run.world, Path(directory))
 
+    @collective_call("save")
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        max_shard_size: str | float = "5 GB",
+        dtype: torch.dtype | str | None = None,
+    ) -> Path:
+        """Write the model as a directory that ``AutoModel.from_pretrained`` loads; all ranks call it together.
+
+        Safetensors files with an index, config, generation config, and the tokenizer's files from the directory that
+        the model came from. Ranks take turns in writing the files; none holds more than a tensor beyond its part. A
+        former directory of that name stays whole until the new one is complete; its other files are taken over.
+
+        directory:      directory to write
+        max_shard_size: largest size of a file, as bytes or as ``"5 GB"``
+        dtype:          dtype to write floating-point weights in, or its name; default: their own
+
+        >>> path = engine.save_pretrained("runs/tuned", dtype=torch.bfloat16)
+        """
+        from echelon.engine.pretrained_files import save_model_directory
+
+        is_sharded = self.plan.is_model_parallel or self.plan.shard is not None
+        with self._clock.apart("checkpoint"), self._run.checker.explained(), self._replicas.shown():
+            return save_model_directory(
+                directory, self._parts.local_state, self._run.world, is_sharded, max_shard_size, dtype
+            )
+
     @collective_call("load")
     def load(self, path: str | Path) -> None:
         """Load a checkpoint, or the newest one in a directory; any number of processes may have saved it.

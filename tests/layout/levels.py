@@ -11,7 +11,7 @@ LEVELS = (
     ("plan",),
     ("observability",),
     ("parallel", "parameter_server"),
-    ("launcher", "fastpath"),
+    ("launcher", "fastpath", "hf"),
     ("engine", "planner"),
     ("api",),
     ("tools", "zoo"),
