@@ -14,9 +14,11 @@ from torch import nn
 
 from echelon.api.call_arguments import Optimizers, as_checkpoint, check_types, name_optimizers, sort_given
 from echelon.api.distribute_args import DistributeArgs
+from echelon.api.model_makers import made_model, made_optimizer
 from echelon.base.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
 from echelon.base.errors import UsageError, nearest
 from echelon.checkpoint.checkpoint_settings import Checkpoint
+from echelon.construction.deferred_weights import DeferredWeights
 from echelon.distributed import world as worlds
 from echelon.distributed.world import World
 from echelon.engine.deferred_engine import DeferredEngine
@@ -49,9 +51,9 @@ if TYPE_CHECKING:
 
 
 def distribute(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     *given: Optimizers | Callable[..., Any] | Strategy | None,
-    optimizer: Optimizers | None = None,
+    optimizer: Optimizers | Callable[[nn.Module], Optimizers] | None = None,
     loss: LossFunction | None = None,
     scheduler: AnyScheduler | Sequence[AnyScheduler] | None = None,
     strategy: Strategy | None = None,
@@ -65,9 +67,10 @@ def distribute(
 ) -> Engine:
     """Distribute ``model`` over the processes of the job and return the engine that trains it.
 
-    model:      torch module, the same on every process
+    model:      torch module, the same on every process; or a function that makes it, called in ``echelon.deferred()``
     given:      optimizer, loss and strategy as positional arguments in any order; their types tell them apart
-    optimizer:  one optimizer, or several as a list or a dict (user code then calls ``backward`` and ``update``)
+    optimizer:  one optimizer, or several as a list or a dict (user code then calls ``backward`` and ``update``); or by
+                name a function that makes them from the model
     loss:       function called as ``loss(output, target)``; ``None`` if the model returns its own loss
     scheduler:  scheduler stepped after every optimizer step; ``echelon.per_epoch(scheduler)`` is stepped every epoch
     strategy:   ``echelon.Strategy`` with sharding, mixed precision, gradient accumulation and more; default: plain
@@ -89,12 +92,15 @@ def distribute(
     """
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
+    model = made_model(model)
     optimizer, loss, strategy = sort_given(given, optimizer=optimizer, loss=loss, strategy=strategy)
+    optimizer = made_optimizer(optimizer, model)
     check_types(model, optimizer, loss, strategy, plan, cluster, elastic, log)
     checkpoint = as_checkpoint(checkpoint)
     model, unwrapped = unwrap(model)
     strategy, adapted = _adapted(model, strategy, optimizer)
     if PLAN_ONLY in os.environ:
+        DeferredWeights(model, torch.device("cpu"))
         from echelon.tools.plan_report.planning_engine import make_planning_engine
 
         return make_planning_engine(  # type: ignore[no-any-return]
@@ -109,12 +115,15 @@ def distribute(
         )
     world = worlds.current()
     check_model(model)
+    initial = DeferredWeights(model, world.device)
     model.to(world.device)
     make_local(model)
     observer, trial = _observer(model, strategy), find_trial()
     optimizers, requested = name_optimizers(optimizer), strategy or Strategy()
     check_optimizers(optimizers)
     backend = _backend(model, requested, optimizers, world)
+    if not isinstance(backend, NoServers):
+        initial.fill()  # servers get whole weights from a worker
     world = _world_of(backend, world)
     terms = DistributeArgs(requested, collect(model), plan, cluster, elastic)
     terms = terms if observer is None else observer.terms(terms)
@@ -132,11 +141,12 @@ def distribute(
         backend=backend,
         elastic=resolved.rule,
         make_engine=Engine if observer is None else observer.make_engine,
+        initial=initial,
         trial=trial,
     )
     run.record.settings(strategy_settings(resolved.strategy))
     report(world)
-    for line in filter(None, (unwrapped, *adapted, resolved.reshaped)):
+    for line in filter(None, (unwrapped, *adapted, resolved.reshaped, *initial.notices)):
         run.say(line)
     batch = None if sample is None else as_batch((sample,), {}, world.device)
     engine = _engine(run, resolved, terms.plan, batch, DeferredEngine if observer is None else observer.defer)

@@ -8,6 +8,7 @@ from echelon.api.launch import LaunchError, launch
 from echelon.base.errors import EchelonError
 from echelon.base.user_traceback import install_hook
 from echelon.checkpoint.checkpoint_settings import Checkpoint
+from echelon.construction.deferred import deferred
 from echelon.data.schedule_length import steps
 from echelon.distributed.main_process import is_main_process, main_process_first
 from echelon.distributed.world import (
@@ -84,6 +85,7 @@ __all__ = [
     "annotate",
     "barrier",
     "cluster",
+    "deferred",
     "device",
     "distribute",
     "init",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from echelon.distributed.activity import waiting
 
 
-def broadcast_state(model: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers to every rank."""
+def broadcast_state(model: nn.Module, without: Container[object] = ()) -> None:
+    """Broadcast rank 0's parameters and buffers to every rank.
+
+    without: parameters that have no values yet
+    """
     with torch.no_grad():
-        for tensors in _by_kind([*model.parameters(), *model.buffers()]):
+        for tensors in _by_kind([*(p for p in model.parameters() if p not in without), *model.buffers()]):
             flat = flatten(tensors)
             with waiting("broadcast of the model"):
                 dist.broadcast(flat, src=0)

@@ -74,6 +74,7 @@ class Engine(OwnLoop):
             model=run.model,
             objective=planned.objective,
             given=run.optimizers,
+            initial=run.initial,
             plan=planned.plan,
             marks=planned.marks,
             batches=planned.batches,

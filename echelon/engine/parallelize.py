@@ -1,7 +1,8 @@
 """``parallelize()``: turns the whole model on every rank into the part of this rank, and creates its trainers.
 
 The order matters and is defined here: trace the forward pass of the whole model, drop other stages, split layers,
-synchronize batch norm, recompute activations, shard, then replace optimizers and create gradient reducers.
+synchronize batch norm, recompute activations, make the weights of a deferred model, shard, then replace optimizers and
+create gradient reducers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.base.mesh import AXES
+from echelon.construction.deferred_weights import DeferredWeights
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.local_state import LocalState, PartialSum, grouped_names, local_parameters
 from echelon.distributed.mesh_groups import MeshGroups
@@ -84,12 +86,17 @@ def parallelize(
     model: nn.Module,
     objective: Objective,
     given: Optimizers,
+    initial: DeferredWeights,
     plan: Plan,
     marks: ModelMarks,
     batches: BatchChecks,
     batch: Any,
 ) -> ParallelModel:
-    """Split, stage and shard the model as the plan says; ``batch`` is used to trace a pipeline's forward pass."""
+    """Split, stage and shard the model as the plan says.
+
+    initial: parameters without values, of which this rank makes its part
+    batch:   batch to trace a pipeline's forward pass with
+    """
     names, owned = grouped_names(model, given), owned_names(model, given)
     stages = _record(plan, marks, objective, model, batch)
     _drop_remote_stages(stages, model, given, grid)
@@ -106,7 +113,12 @@ def parallelize(
     _change_modules(world, checker, plan, model, grid)
     parameters = local_parameters(model)
     carriers = _carriers(plan, grid)
+    if plan.shard is None or plan.shard.level < 3:  # shards of levels 1 and 2 are views of whole parameters
+        initial.fill(applied.layouts)
     shards = _shard(world, plan, model, parameters, applied, given, grid)
+    if shards is not None and initial:
+        initial.fill_shards(shards.shards, shards.layouts)
+        shards.refresh()
     held = dict(parameters) | (shards.shards if shards else {})
     counted = {name for name in held if _counts(plan, name, grid, applied, shards)}
     local_state = LocalState(

@@ -37,7 +37,8 @@ class PlannedRun:
         if run.world.control is not None:
             check_same_plan(plan, run.world.control)
             run.checker.open()
-            broadcast_state(run.model)
+            broadcast_state(run.model, without=run.initial)
+            run.initial.agree(run.world.control)
         self.grid = MeshGroups(plan.mesh, plan.order, run.world.mesh_rank, run.checker.groups)
         self.world = run.world
         if run.world.mesh_size > 1:
@@ -52,7 +53,7 @@ class PlannedRun:
         self.caches = CacheSwitch(run.model, plan)
         self.notices = [*replaced_decay(plan, run.optimizers), *self.caches.notices]  #: lines for the startup log
         if found is not None and found.predicted is not None:
-            held = sum(value.untyped_storage().nbytes() for value in run.model.parameters())
+            held = sum(value.nbytes for value in run.model.parameters())
             predicted = found.predicted
             here = predicted.memory[self.grid.coords["stage"]]
             run.metrics.foretell(predicted.seconds, here, held, graphs=plan.fast.graphs)

@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
+from echelon.construction.deferred_weights import DeferredWeights
 from echelon.distributed.process_groups import ProcessGroups
 from echelon.distributed.world import World
 from echelon.engine.automatic_checkpoints import AutomaticCheckpoints
@@ -54,6 +55,7 @@ class RunContext:
     optimizers:  optimizers of the user, which schedulers drive even if others take the steps
     backend:     state on parameter servers
     make_engine: creates the engine when plan and model are known
+    initial:     parameters whose values are still to be made
     trial:       task of a process that times a candidate plan; None in other processes
     """
 
@@ -69,10 +71,12 @@ class RunContext:
         backend: ServerBackend,
         elastic: Elastic | None,
         make_engine: EngineMaker,
+        initial: DeferredWeights,
         trial: TrialRun | None = None,
     ) -> None:
         self.world, self.model, self.loss, self.optimizers = world, model, loss, optimizers
         self.backend, self.make_engine, self.trial = backend, make_engine, trial
+        self.initial = initial
         self.progress = RunProgress()
         self.schedules = LRSchedulers(schedulers, optimizers.values(), self.say)
         self.checker = ConsistencyChecker(

@@ -8,7 +8,7 @@ LEVELS = (
     ("base",),
     ("distributed", "strategy", "nn"),
     ("checkpoint", "data", "optim"),
-    ("plan",),
+    ("plan", "construction"),
     ("observability",),
     ("parallel", "parameter_server"),
     ("launcher", "fastpath", "hf"),

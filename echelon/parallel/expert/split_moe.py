@@ -64,7 +64,9 @@ def split_moe(module: MoE, axis: SplitAxis, mark: Split | None = None) -> dict[s
     layouts = piece.layouts()
     for name, layout in layouts.items():
         parameter = module.get_parameter(name)
-        parameter.data, parameter.grad = layout.take(parameter.data), None
+        if not layout.is_whole:
+            parameter.data = layout.take(parameter.data)
+        parameter.grad = None
     piece.change_class()
     return layouts
 
