@@ -16,6 +16,7 @@ from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.data import Loader
 from echelon.engine.elastic import Elastic
 from echelon.engine.lr_schedules import PerEpoch
+from echelon.engine.on_nonfinite import OnNonfinite
 from echelon.observability.metrics import Log
 from echelon.plan import Plan
 from echelon.plan.saved_plan import SavedPlan
@@ -33,6 +34,7 @@ _BY_NAME: tuple[tuple[tuple[type, ...], str], ...] = (
     ((Plan, SavedPlan), "give it by name: plan=..."),
     ((Slices,), "give it by name: cluster=..."),
     ((Elastic,), "give it by name: elastic=..."),
+    ((OnNonfinite,), "give it by name: on_nonfinite=..."),
     ((torch.Tensor,), "give a batch by name: sample=..."),
     ((str, os.PathLike), "give a path by name: checkpoint=... or plan=..."),
 )
@@ -152,3 +154,11 @@ def _make_one(kind: type) -> str:
     inside = "model.parameters(), ..." if issubclass(kind, torch.optim.Optimizer) else "..."
     inside = "" if issubclass(kind, nn.modules.loss._Loss) else inside
     return f"make one: {kind.__name__}({inside})"
+
+
+def as_nonfinite(given: Any) -> OnNonfinite:
+    """Return the settings for steps that are not finite; a name becomes ``OnNonfinite(action=name)``."""
+    if isinstance(given, str):
+        return OnNonfinite(action=given)  # type: ignore[arg-type]
+    _check_kind("on_nonfinite", given, (OnNonfinite,), "'stop', 'skip', 'rollback' or OnNonfinite(...)")
+    return OnNonfinite() if given is None else given

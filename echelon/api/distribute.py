@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from echelon.api.call_arguments import Optimizers, as_checkpoint, check_types, name_optimizers, sort_given
+from echelon.api.call_arguments import Optimizers, as_checkpoint, as_nonfinite, check_types, name_optimizers, sort_given
 from echelon.api.distribute_args import DistributeArgs
 from echelon.api.model_makers import made_model, made_optimizer
 from echelon.base.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
@@ -25,6 +25,7 @@ from echelon.engine.deferred_engine import DeferredEngine
 from echelon.engine.elastic import Elastic, fit_to_ranks, rule_in_force
 from echelon.engine.engine import Engine, begin
 from echelon.engine.lr_schedules import AnyScheduler, listed
+from echelon.engine.on_nonfinite import Action, OnNonfinite
 from echelon.engine.planned_run import PlannedRun
 from echelon.engine.preconditions import check_model, check_optimizers
 from echelon.engine.run_context import RunContext
@@ -63,6 +64,7 @@ def distribute(
     checkpoint: Checkpoint | str | Path | None = None,
     elastic: Elastic | None = None,
     log: Log | None = None,
+    on_nonfinite: OnNonfinite | Action = "stop",
     **unknown: Any,
 ) -> Engine:
     """Distribute ``model`` over the processes of the job and return the engine that trains it.
@@ -84,6 +86,8 @@ def distribute(
     elastic:    rule for batch size and learning rate when training resumes on another number of ranks; default: the
                 rule applies if the launcher lets hosts join and leave (docs/elastic.md)
     log:        ``echelon.Log`` with the console output and the files to write; default: one line per ten steps
+    on_nonfinite: reaction to a loss or gradients that are NaN or infinite: "stop" (default), "skip", "rollback", or an
+                OnNonfinite
     unknown:    refused, with the nearest known option
 
     >>> engine = echelon.distribute(model, optimizer, loss=F.cross_entropy, strategy=echelon.Strategy(shard=1))
@@ -143,6 +147,7 @@ def distribute(
         make_engine=Engine if observer is None else observer.make_engine,
         initial=initial,
         trial=trial,
+        on_nonfinite=OnNonfinite() if trial is not None else as_nonfinite(on_nonfinite),
     )
     run.record.settings(strategy_settings(resolved.strategy))
     report(world)

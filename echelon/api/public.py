@@ -32,6 +32,7 @@ from echelon.distributed.world import (
 from echelon.engine.elastic import Elastic
 from echelon.engine.engine import Engine
 from echelon.engine.lr_schedules import per_epoch
+from echelon.engine.on_nonfinite import OnNonfinite
 from echelon.observability.metrics import Log
 from echelon.plan import Plan
 from echelon.strategy import (
@@ -74,6 +75,7 @@ __all__ = [
     "Lora",
     "LowMemory",
     "LrScaling",
+    "OnNonfinite",
     "Outer",
     "ParameterServer",
     "Plan",

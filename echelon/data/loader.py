@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import fields, replace
-from pathlib import Path
-from types import GeneratorType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from echelon.base.errors import DataError, UsageError, nearest
 from echelon.data.batch_fetcher import BatchFetcher
-from echelon.data.batched import BatchedSource, makes_batches
-from echelon.data.blocks import BlockSource, is_blocked
+from echelon.data.batch_place import BatchPlace, numbers_text
+from echelon.data.blocks import BlockSource
 from echelon.data.collate import BatchCollator
 from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.data_identity import DataIdentity, data_identity, stored_identity
-from echelon.data.data_source import DataSource, RankBatch, UnknownLengthError, is_stream, kind_name
+from echelon.data.data_source import RankBatch, UnknownLengthError, kind_name
 from echelon.data.fingerprint import DatasetFingerprint, dataset_fingerprint
-from echelon.data.hugging_face import refuse_whole
 from echelon.data.loader_options import LoaderOptions
-from echelon.data.map_source import ColumnDataset, MapSource, TensorSource, columns_of
-from echelon.data.repeated import Repeated
+from echelon.data.map_source import MapSource
+from echelon.data.open_source import draw_from, open_sampling, open_source, reads_apart
 from echelon.data.sampling import EpochSampler, batches_of
-from echelon.data.shard_source import Agreement, ShardSource, is_sharded
+from echelon.data.shard_source import Agreement, ShardSource
 from echelon.data.stream import StreamSource
 from echelon.data.torch_loader import CARED_FOR, RENAMED
 from echelon.data.transfer import on_device
@@ -73,11 +69,11 @@ class Loader:
         for name in options.keys() - set(OPTIONS) - set(INNER):
             raise UsageError(f"the loader has no option '{name}'{TORCHS.get(name) or nearest(name, OPTIONS)}")
         self.dataset = dataset
-        sampling = _sampling(sampler, batch_sampler, options.get("seed", LoaderOptions.seed))
+        sampling = open_sampling(sampler, batch_sampler, options.get("seed", LoaderOptions.seed))
         self._options = _loader_options(options, batch_sampler)
         self._source = open_source(dataset, self._options)
         if sampling is not None:
-            _draw_from(self._source, sampling, dataset)
+            draw_from(self._source, sampling, dataset)
         self._agreement = (
             Agreement(self._source, self._options, group) if isinstance(self._source, ShardSource) else None
         )
@@ -100,6 +96,9 @@ class Loader:
         self._real, self._room = 0, 0
         self._samples, self._work = 0, 0.0
         self._mark: int | None = None
+        self.latest: BatchPlace | None = None  #: place of the batch that was yielded last
+        self._left_out: set[tuple[int, ...]] = set()
+        self._is_rewound = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of one epoch: the rest of it after ``load_state_dict``, else all of it.
@@ -108,20 +107,50 @@ class Loader:
         """
         if self._cursor.position and not self._continues:
             self._next_epoch()
-        self._continues = False
+        self._continues = self._is_rewound = False
         self._iteration += 1
+        epoch = self._cursor.epoch
+        while self._cursor.epoch <= epoch:  # a loop that was rewound into an earlier epoch completes both
+            if not (yield from self._rest_of_epoch()):
+                self._next_epoch()
+
+    def _rest_of_epoch(self) -> Generator[Any, None, bool]:
+        """Yield the batches from the cursor on; return True if the loop was rewound meanwhile."""
         own = self._iteration
         activity.enter("data")
         for piece in _one_ahead(self._pieces(), self._ahead) if self._ahead else self._pieces():
+            place = BatchPlace(self._cursor.epoch, self._cursor.position, self._cursor.samples, piece.taken)
+            if place.samples in self._left_out:
+                self._cursor.advance(piece.taken)
+                continue
             self._account(piece)
+            self.latest = place
             activity.enter(activity.call or "user code")
             yield piece.batch
             activity.enter("data")
-            if own != self._iteration:
+            if own != self._iteration and not self._is_rewound:
                 raise DataError(
                     "this loader was restarted or repositioned inside a loop over it; use one loader for each loop"
                 )
-        self._next_epoch()
+            if self._is_rewound:
+                self._is_rewound = self._continues = False
+                return True
+        return False
+
+    def leave_out(self, place: BatchPlace) -> None:
+        """Leave this batch out from now on; the loop that is running goes on from the state that is loaded next.
+
+        place: ``latest`` after the batch was yielded
+        """
+        self._left_out.add(place.samples)
+        self._is_rewound = True
+
+    def describe(self, place: BatchPlace) -> str:
+        """Return a text that names a batch, and this rank's samples in it if their indices can be found."""
+        if not isinstance(self._source, MapSource):
+            return str(place)
+        indices = self._source.indices_of(place)
+        return f"{place}: {numbers_text(indices)}" if indices else str(place)
 
     def likeness(self) -> DatasetFingerprint | None:
         """Return the data set's fingerprint; None with one rank, or if ranks read different parts of the data."""
@@ -228,7 +257,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position as plain numbers, ready for JSON."""
-        return to_state(self._cursor, self._order_facts(), self._identity._asdict() if self._is_shared else {})
+        state = to_state(self._cursor, self._order_facts(), self._identity._asdict() if self._is_shared else {})
+        return {**state, "left_out": sorted(self._left_out)} if self._left_out else state
 
     @functools.cached_property
     def _identity(self) -> DataIdentity:
@@ -261,6 +291,7 @@ class Loader:
             )
             state = {**state, "samples": 0, "position": 0}
         self._cursor = from_state(state, order, self.global_batch)
+        self._left_out |= {tuple(samples) for samples in state.get("left_out", [])}
         self._continues = True
         self._iteration += 1
 
@@ -361,74 +392,3 @@ def _loader_options(options: dict[str, Any], batch_sampler: Any) -> LoaderOption
     if options.get("batch_size") is None:
         raise UsageError("the loader needs batch_size=, or batch_sampler=")
     return LoaderOptions(**options | {"shares": tuple(float(share) for share in options.get("shares", ()))})
-
-
-def _sampling(sampler: Any, batch_sampler: Any, seed: int) -> EpochSampler | None:
-    if sampler is not None and batch_sampler is not None:
-        raise UsageError("batch_sampler= makes the global batches itself; leave sampler= out")
-    given = sampler if batch_sampler is None else batch_sampler
-    if given is None:
-        return None
-    if not hasattr(given, "__iter__"):
-        raise UsageError(f"{kind_name(given)} is no sampler; it needs an __iter__ that yields indices")
-    return EpochSampler(given, seed, in_batches=batch_sampler is not None)
-
-
-def _draw_from(source: DataSource, sampling: EpochSampler, dataset: Any) -> None:
-    if not isinstance(source, MapSource):
-        raise DataError(
-            f"{sampling.name} chooses samples by number, and {kind_name(dataset)} is read in its own order; leave the "
-            "sampler out"
-        )
-    source.draw_from(sampling)
-
-
-def open_source(dataset: Any, options: LoaderOptions) -> DataSource:
-    """Return the source that reads ``dataset``, according to its type."""
-    if isinstance(dataset, DataLoader):
-        raise UsageError(
-            "a torch DataLoader was passed as the data set; pass it to engine.loader(), or pass its .dataset and set "
-            "options here"
-        )
-    refuse_whole(dataset, options.world_size)
-    if isinstance(dataset, str | Path):
-        raise DataError(
-            f"'{dataset}' is a path, not a data set; pass a data set that reads it, such as echelon.data.FileList"
-        )
-    if isinstance(dataset, dict) and dataset and 0 not in dataset:
-        raise DataError("a dict was passed as the data set; pass a tuple of its tensors, or a list of samples")
-    if isinstance(dataset, GeneratorType | map | filter | zip):
-        raise DataError(
-            f"a {kind_name(dataset)} can be read only once, and every epoch reads the data again; "
-            "pass a list, or an object whose __iter__ starts anew"
-        )
-    repeated = dataset if isinstance(dataset, Repeated) else None
-    columns = columns_of(repeated.dataset if repeated else dataset)
-    if columns:
-        return _open_columns(ColumnDataset(columns, repeated), options)
-    if is_blocked(dataset):
-        return BlockSource(dataset, options)
-    if makes_batches(dataset, options):
-        return BatchedSource(dataset, options)
-    mapped = not is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if mapped:
-        return MapSource(dataset, len(dataset), options)
-    if is_sharded(dataset):
-        return ShardSource(dataset, options)
-    if is_stream(dataset):
-        return StreamSource(dataset, options)
-    raise DataError(
-        f"{kind_name(dataset)} is no data set: it needs __len__ and __getitem__, or __iter__, or shard(index, count)"
-    )
-
-
-def reads_apart(dataset: Any) -> bool:
-    """Return True if each rank reads its own part of the data, and not its share of one global order."""
-    mapped = not is_stream(dataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return is_blocked(dataset) or (is_sharded(dataset) and not mapped and not columns_of(dataset))
-
-
-def _open_columns(columns: ColumnDataset, options: LoaderOptions) -> DataSource:
-    if options.collate is None and options.lengths is None and not options.pack:
-        return TensorSource(columns, options)
-    return MapSource(columns, len(columns), options)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from echelon.base.errors import DataError, UsageError
+from echelon.data.batch_place import BatchPlace
 from echelon.data.cache import CachedItems
 from echelon.data.collate import BatchCollator
 from echelon.data.cursor import Cursor
@@ -91,6 +92,15 @@ class MapSource:
             elif self._options.uneven == "join":
                 yield self._joined(cursor.epoch, order, start, stop)
             start = stop
+
+    def indices_of(self, place: BatchPlace) -> list[int]:
+        """Return this rank's samples in a batch, without padding; none if a sampler or lengths decide on the order."""
+        if self.sampling is not None or self._lengths is not None:
+            return []
+        indices = permutation(self._count, seed=self._options.seed, epoch=place.epoch, shuffle=self._options.shuffle)
+        taken = indices[place.start : place.start + place.taken]
+        found: list[int] = taken[self._options.own(len(taken))].tolist()
+        return found
 
     def fetch(self, request: StepIndices) -> RankBatch:
         if self._calm:

@@ -31,9 +31,16 @@ FIRST_STEPS = 3
 PER_STEP = frozenset({"step", "update", "reduce", "grad_norm", "clip_grad_norm_", "clip_grad_value_"})
 
 
-def check_same_plan(plan: Plan, group: dist.ProcessGroup) -> None:
-    """Raise ``MismatchError`` on every rank if a plan differs from rank 0's; the error names the first difference."""
-    hashes = gather_json(plan.hash, group)
+def check_same_plan(plan: Plan, group: dist.ProcessGroup, on_nonfinite: object = None) -> None:
+    """Raise ``MismatchError`` on every rank if a plan differs from rank 0's; the error names the first difference.
+
+    on_nonfinite: setting that must be the same, too
+    """
+    found = gather_json([plan.hash, str(on_nonfinite)], group)
+    hashes, settings = ([each[i] for each in found] for i in (0, 1))
+    if (other := next((rank for rank, text in enumerate(settings) if text != settings[0]), None)) is not None:
+        raise MismatchError(f"rank {other} was given on_nonfinite={settings[other]}, and rank 0 {settings[0]}; give "
+                            "every rank the same")  # fmt: skip
     strangers = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
     if not strangers:
         return

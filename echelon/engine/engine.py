@@ -28,6 +28,7 @@ from echelon.engine.leftover_batches import run_leftover
 from echelon.engine.loaders import training_request
 from echelon.engine.local_gradients import LocalGradients
 from echelon.engine.lr_schedules import AnyScheduler
+from echelon.engine.nonfinite import NonfiniteSteps
 from echelon.engine.parallelize import parallelize
 from echelon.engine.planned_run import PlannedRun
 from echelon.engine.replica_buffers import replica_buffers
@@ -102,6 +103,7 @@ class Engine(OwnLoop):
             say=run.say,
             forward=self._forward,
             pushes=run.backend.pushes,
+            batch_text=planned.loaders.batch_text,
         )
         self._updates = OptimizerUpdate(run, parts)
         self._local_gradients = LocalGradients(parts, self._passes, self._reduce_early, run.say)
@@ -110,6 +112,7 @@ class Engine(OwnLoop):
         self._checkpoints = CheckpointManager(run, planned.world, planned.stream, parts, self._ema)
         self._memories = self._memory_checkpointer()
         self._restorer = StateRestorer(run, self._checkpoints, parts, self._ema, early.state)
+        self._nonfinite = NonfiniteSteps(planned, parts, self._restorer)
         self._own_view = RunView(planned, parts, self._passes)
         self._output: Any = None
         run.positions.note_settings(parts.optimizers, run.schedules.all)
@@ -135,6 +138,7 @@ class Engine(OwnLoop):
         )
         run.exit.add(self._finish)
         run.progress.resume_at(self._restorer.finish(self.steps))
+        self._nonfinite.keep()
         run.record.assembled(self._view)
 
     def _memory_checkpointer(self) -> MemoryCheckpointer | None:
@@ -180,6 +184,8 @@ class Engine(OwnLoop):
                 self._take_outputs(prepared.inputs)
             if not is_complete:  # a later pass completes the update
                 return loss.loss
+            if self._nonfinite.go_back(self.steps + 1, loss):
+                return loss.loss
             update = self._update(self._parts.optimizers, loss)
         return self._observe(update)
 
@@ -194,6 +200,7 @@ class Engine(OwnLoop):
         >>> engine.update()
         """
         refuse_own_loop(self.plan, self._run.backend.pushes)
+        self._nonfinite.check_loop(has_own_loop=True)
         self._run.schedules.before_pass(self._planned.loaders.epoch)
         self._passes.add(loss, samples)
         self._local_gradients.added()
@@ -366,10 +373,12 @@ class Engine(OwnLoop):
         """
         self._ema.refuse("engine.load()")
         self._run.progress.resume_at(self._restorer.load(path))
+        self._nonfinite.keep()
 
     def resume(self) -> None:
         """Resume from in-memory snapshots or from the newest checkpoint of ``distribute(checkpoint=...)``, if any."""
         self._run.progress.resume_at(self._restorer.newest(self.steps))
+        self._nonfinite.keep()
 
     # ---- ending ----
 
@@ -420,6 +429,7 @@ class Engine(OwnLoop):
         inputs = as_batch(batch, named, self._run.world.device)
         if self._fast is not None:
             inputs = self._fast.arrange(inputs)
+        self._nonfinite.check_loop(has_own_loop=False)
         loaders = self._planned.loaders
         rows = loaders.rows(inputs, samples)
         self._planned.batches.compare(inputs)
@@ -447,7 +457,7 @@ class Engine(OwnLoop):
             self._ema.refuse("engine.step()")
         step = run.progress.steps + 1
         rate, factor = updates.begin(optimizers), self._rate_factor(step)
-        norm = None
+        norm, is_skipped = None, self._nonfinite.skip(step, step_loss)
         if not updates.empty:
             norm = self._update_weights(optimizers, loss, factor)
         else:
@@ -455,8 +465,9 @@ class Engine(OwnLoop):
         for news in updates.end(step, step_loss.local, rate):
             run.say(f"step {step}: {news}")
         run.progress.advance()
-        if averages is not None:
+        if averages is not None and not is_skipped:
             self._ema.update(optimizers)
+        self._nonfinite.keep()
         if run.backend.steps_together:
             loss = run.backend.finish_step(loss)
             self._clock.lap("communicate")
@@ -564,7 +575,7 @@ class Engine(OwnLoop):
 
     @property
     def steps(self) -> int:
-        """Updates so far, including those skipped because of an overflow."""
+        """Updates so far, including those skipped because of an overflow or a loss that is not finite."""
         return self._run.progress.steps
 
     @property
@@ -606,7 +617,7 @@ class Engine(OwnLoop):
 
     @property
     def skipped(self) -> int:
-        """The number of steps skipped because of an overflow."""
+        """The number of steps skipped because of an overflow, or by ``on_nonfinite="skip"``."""
         return self._parts.scaler.skipped
 
     def log(self, values: Mapping[str, Any]) -> None:

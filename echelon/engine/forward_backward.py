@@ -66,6 +66,7 @@ class ForwardBackward:
     buffers: buffers to keep equal on replicas that share every step; None without any
     forward: function from a batch to its loss
     pushes:  True if gradients are pushed to servers or sparse tables
+    batch_text: returns a function that names the latest batch; None if it is not known
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class ForwardBackward:
         say: Callable[[str], None],
         forward: Forward,
         pushes: bool,
+        batch_text: Callable[[], Callable[[], str] | None],
     ) -> None:
+        self._batch_text = batch_text
         self._device, self._objective, self._clock = world.device, objective, clock
         group = parts.group
         self.losses = FiniteLossCheck(world.rank, world.device.type == "cuda", world.control if group else None)
@@ -296,10 +299,11 @@ class ForwardBackward:
     def _check(self, step: int, loss: StepLoss) -> None:
         """Raise on every rank, before the update, if the global loss is not finite.
 
-        With loss scaling, such a loss is an overflow: its gradients are not finite, and the step is skipped.
+        With loss scaling, such a loss is an overflow: its gradients are not finite, and the step is skipped. With
+        ``on_nonfinite`` the step is skipped or taken back.
         """
-        if not self._scaler.active:
-            self.losses.note(step + 1, loss)
+        if not (self._scaler.active or self._gradients.checks_finite):
+            self.losses.note(step + 1, loss, self._batch_text())
 
 
 def _names(optimizers: Collection[str]) -> str:

@@ -38,6 +38,16 @@ class LoaderPositions:
             self._load(loader, self._states[index])
         self._given.compare_batch(index, loader, self._say)
 
+    @property
+    def count(self) -> int:
+        """The number of training loaders."""
+        return len(self._loaders)
+
+    @property
+    def only(self) -> Loader | None:
+        """The training loader; None if there is none, or more than one."""
+        return self._loaders[0] if len(self._loaders) == 1 else None
+
     def note_settings(
         self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Sequence[AnyScheduler]
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 from echelon.base.errors import UsageError
 from echelon.data import Loader
 from echelon.data.hugging_face import has_columns, refuse_whole
-from echelon.data.loader import reads_apart
+from echelon.data.open_source import reads_apart
 from echelon.data.order import per_replica
 from echelon.data.torch_loader import LoaderRequest, is_torch_loader, loader_request, refuse_unnamed
 from echelon.distributed.mesh_groups import MeshGroups
@@ -171,6 +172,11 @@ class LoaderFactory:
         """Return the samples of the latest batch that count, and forget them; None if no loader has set them."""
         share, self._share = self._share, None
         return share
+
+    def batch_text(self) -> Callable[[], str] | None:
+        """Return a function that names this rank's latest batch; None if there is not one loader that knows it."""
+        loader = self._run.positions.only
+        return None if loader is None or loader.latest is None else partial(loader.describe, loader.latest)
 
     def is_fed(self, call: str) -> bool:
         """Return True if the batch of this call comes from a loader of this factory, as far as that is known."""

@@ -10,6 +10,7 @@ from echelon.distributed.world import seed_for_rank
 from echelon.engine.collective_calls import check_same_plan
 from echelon.engine.consistency import BatchChecks
 from echelon.engine.loaders import LoaderFactory
+from echelon.engine.nonfinite import refuse_combination
 from echelon.engine.replace_optimizers import replaced_decay
 from echelon.engine.run_context import RunContext
 from echelon.optim.grad_scaler import check_precision
@@ -34,8 +35,9 @@ class PlannedRun:
     def __init__(self, run: RunContext, plan: Plan, marks: ModelMarks, found: SavedPlan | None = None) -> None:
         self.run, self.plan, self.marks, self.found = run, plan, marks, found
         check_precision(plan.amp, run.world.device)
+        refuse_combination(run.on_nonfinite, plan, run)
         if run.world.control is not None:
-            check_same_plan(plan, run.world.control)
+            check_same_plan(plan, run.world.control, run.on_nonfinite)
             run.checker.open()
             broadcast_state(run.model, without=run.initial)
             run.initial.agree(run.world.control)

@@ -180,6 +180,15 @@ class StateRestorer(StateFinder):
             return step
         return super().newest(step)
 
+    def go_back(self) -> int | None:
+        """Restore the newest undamaged checkpoint of this run, and return its step; None if there is none."""
+        self._manager.wait()
+        for path in self._kept():
+            if (line := self._damage(path)) is None:
+                return self._resumed()
+            self._voice.say(f"{line}; trying the one before it")
+        return None
+
     def _restore(self, source: Path | Stored) -> Stored:
         stored = self._put_back(source)
         self._manager.raise_if_not_finite(stored)

@@ -18,6 +18,7 @@ from echelon.engine.consistency import ConsistencyChecker
 from echelon.engine.elastic import Elastic, ElasticState
 from echelon.engine.loader_positions import LoaderPositions
 from echelon.engine.lr_schedules import AnyScheduler, LRSchedulers
+from echelon.engine.on_nonfinite import OnNonfinite
 from echelon.engine.preemption import PreemptionHandler
 from echelon.engine.progress import RunProgress
 from echelon.engine.server_backend import ServerBackend
@@ -57,6 +58,7 @@ class RunContext:
     make_engine: creates the engine when plan and model are known
     initial:     parameters whose values are still to be made
     trial:       task of a process that times a candidate plan; None in other processes
+    on_nonfinite: reaction to a loss or gradients that are not finite
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class RunContext:
         make_engine: EngineMaker,
         initial: DeferredWeights,
         trial: TrialRun | None = None,
+        on_nonfinite: OnNonfinite | None = None,
     ) -> None:
+        self.on_nonfinite = on_nonfinite or OnNonfinite()
         self.world, self.model, self.loss, self.optimizers = world, model, loss, optimizers
         self.backend, self.make_engine, self.trial = backend, make_engine, trial
         self.initial = initial

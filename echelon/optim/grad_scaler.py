@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,14 @@ class LossScaler:
         if self._dynamic:
             self.scale = facts["scale"]
         self._finite, self._overflowed, self.skipped = facts["finite"], facts["overflowed"], facts["skipped"]
+
+
+def are_finite(gradients: list[Tensor]) -> bool:
+    """Return True if every entry is finite. On a GPU this call synchronizes with the device."""
+    values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        if value.numel():
+            by_device.setdefault(value.device, []).append(value)
+    largest = [torch.stack([n.double() for n in torch._foreach_norm(same, math.inf)]) for same in by_device.values()]
+    return all(bool(torch.isfinite(norms).all()) for norms in largest)

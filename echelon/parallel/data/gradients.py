@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from echelon.base.errors import LossError, UsageError
-from echelon.optim.grad_scaler import LossScaler
+from echelon.optim.grad_scaler import LossScaler, are_finite
 from echelon.parallel.clip import Census
 from echelon.parallel.data.dgc import SparseMomentum
 from echelon.parallel.data.global_loss import GlobalLoss, PiggybackSum, PipelineGlobalLoss
@@ -88,7 +88,9 @@ class Gradients:
         self.weights: Tensor | float = 0.0  #: sum of the weights of this rank's losses
         self._boost = 1.0  # factor in addition to the loss scale, see ``_assume``
         self._carrier = self._carrier_of(group)
+        self.checks_finite = False  #: True to check gradients and loss without a loss scale, too
         self.overflowed = False  #: True if some gradient is not finite, so that the step must be skipped
+        self.spoiled = False  #: True if the loss is not finite or, without a loss scale, some gradient
         self._stale = True  # gradients of a finished update stay readable until the next backward begins
 
     @property
@@ -140,7 +142,7 @@ class Gradients:
         if rides:
             self._note(loss)
         if ready:
-            self._settle(self._owned, step)
+            self._settle(self._owned, step, loss)
         return ready
 
     def _carrier_of(self, group: dist.ProcessGroup | None) -> PiggybackSum | None:
@@ -184,7 +186,7 @@ class Gradients:
             self._scale((1.0 if weighed else samples) / global_loss.samples)
         self._arm(chosen, step)
         self._reduce(chosen)
-        self._settle(chosen, step)
+        self._settle(chosen, step, global_loss)
 
     def applied(self) -> None:
         """Reset the counts after the optimizer has used the gradients."""
@@ -308,11 +310,15 @@ class Gradients:
     def _sparsity(self, key: str, step: int) -> float | None:
         return self._compressors[key].sparsity(step) if key in self._compressors else None
 
-    def _settle(self, optimizers: Collection[str], step: int) -> None:
+    def _settle(self, optimizers: Collection[str], step: int, loss: GlobalLoss | PipelineGlobalLoss) -> None:
         """Correct the reduced gradients for the assumed sample count, check for overflow, and exchange sparse ones."""
         if not (self._sum or self._plain or self.empty):
             self._correct(self.merged_samples)
-        self.overflowed = self._scaler.active and not self._all_finite(optimizers)
+        self.overflowed = (self._scaler.active or self.checks_finite) and not self._all_finite(optimizers)
+        if self.checks_finite:
+            total = self.loss if self._plan.gradient_merge > 1 else loss.loss
+            self.spoiled = not (self.empty or math.isfinite(total)) or (self.overflowed and not self._scaler.active)
+            self.overflowed |= self.spoiled
         for key in optimizers:
             sparsity = self._sparsity(key, step)
             if sparsity is not None and not self.overflowed:
@@ -329,7 +335,8 @@ class Gradients:
 
     def _all_finite(self, optimizers: Iterable[str]) -> bool:
         grads = [p.grad for key in optimizers for p in self._owned[key] if p.grad is not None]
-        return self._census.all_finite(self._scaler.unscale(grads, self._boost), self._device)
+        finite = self._scaler.unscale(grads, self._boost) if self._scaler.active else are_finite(grads)
+        return self._census.all_finite(finite, self._device)
 
     def _refuse_thawed(self) -> None:
         """Raise UsageError if a frozen parameter has a gradient: it is not reduced, so replicas would diverge."""
