@@ -39,6 +39,7 @@ from echelon.observability.stall.reporter import report
 from echelon.parallel.data.sync_batch_norm import make_local
 from echelon.parallel.objective import LossFunction, as_batch
 from echelon.plan import Plan, make_plan
+from echelon.plan.axes import requested_slice
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.apply.auto import AutoPlanner, find_saved, origin_of, refuse_settings_beside_plan
 from echelon.planner.apply.trial import Trial, find_trial
@@ -103,6 +104,8 @@ def distribute(
     checkpoint = as_checkpoint(checkpoint)
     model, unwrapped = unwrap(model)
     strategy, adapted = _adapted(model, strategy, optimizer)
+    requested = strategy or Strategy()
+    found = _mark(model, requested, loss, sample)
     if PLAN_ONLY in os.environ:
         DeferredWeights(model, torch.device("cpu"))
         from echelon.tools.plan_report.planning_engine import make_planning_engine
@@ -123,7 +126,7 @@ def distribute(
     model.to(world.device)
     make_local(model)
     observer, trial = _observer(model, strategy), find_trial()
-    optimizers, requested = name_optimizers(optimizer), strategy or Strategy()
+    optimizers = name_optimizers(optimizer)
     check_optimizers(optimizers)
     backend = _backend(model, requested, optimizers, world)
     if not isinstance(backend, NoServers):
@@ -151,7 +154,7 @@ def distribute(
     )
     run.record.settings(strategy_settings(resolved.strategy))
     report(world)
-    for line in filter(None, (unwrapped, *adapted, resolved.reshaped, *initial.notices)):
+    for line in filter(None, (*found, unwrapped, *adapted, resolved.reshaped, *initial.notices)):
         run.say(line)
     batch = None if sample is None else as_batch((sample,), {}, world.device)
     engine = _engine(run, resolved, terms.plan, batch, DeferredEngine if observer is None else observer.defer)
@@ -204,11 +207,31 @@ def _resolve(
     if found:
         refuse_settings_beside_plan(requested, marks, terms.cluster, backend.pushes, planned=saved is not None)
     rule = rule_in_force(terms.elastic, by_servers=backend.dense)
-    marks, slices, reshaped = fit_to_ranks(rule, marks, terms.cluster or current_cluster(), world.mesh_size, here)
+    slices = _slices(terms, rule)
+    marks, slices, reshaped = fit_to_ranks(rule, marks, slices, world.mesh_size, here)
+    if reshaped is not None:  # these numbers do not fit the ranks
+        requested = dataclasses.replace(requested, split=None, stages=None)
     plan = make_plan(model, optimizers, requested, world.mesh_size, here, marks, slices)
     if not found:  # a plan that was found already includes its fast path
         plan = choose_fast_path(plan, requested, world, model, optimizers, backend.pushes, loss)
     return ResolvedConfig(requested, marks, plan, saved, rule, reshaped)
+
+
+def _mark(model: nn.Module, requested: Strategy, loss: LossFunction | None, sample: Any) -> list[str]:
+    """Put the marks of ``split`` and ``stages`` on the model, and return log lines about them."""
+    if requested.split is None and requested.stages is None:
+        return []
+    from echelon.planner.apply.requested_marks import apply_requested_marks
+
+    ranks = 2 if PLAN_ONLY in os.environ else worlds.current().mesh_size
+    return apply_requested_marks(model, requested, ranks, sample, loss)
+
+
+def _slices(terms: DistributeArgs, rule: Elastic | None) -> Slices:
+    """Return the rule that groups ranks into slices; elastic training starts from the size that ``split`` asks for."""
+    slices = terms.cluster or current_cluster()
+    wanted = requested_slice(terms.strategy.split, terms.marks.stages, terms.marks.pipeline)
+    return Slices(average=wanted) if rule is not None and wanted and slices == Slices() else slices
 
 
 def _engine(

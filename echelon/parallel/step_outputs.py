@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.base.errors import UsageError
-from echelon.parallel.tensor.sharded_activation import whole
+from echelon.parallel.tensor.lazy_activation import whole
 from echelon.plan.fake_forward import is_placeholder
 from echelon.plan.pytree import replace_tensors, take_apart
 

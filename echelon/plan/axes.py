@@ -40,6 +40,11 @@ def find_axes(
     return {axis: count for axis, count in mesh.items() if count > 1 or axis == "replicate"}
 
 
+def requested_slice(split: int | None, stages: int, pipeline: Pipeline | None) -> int | None:
+    """Return the number of ranks of one copy of the model that ``Strategy(split=...)`` asks for; None without it."""
+    return None if split is None else split * _stage_ranks(stages, pipeline, None)
+
+
 def refit(
     stages: int, pipeline: Pipeline | None, splits: bool, slice_size: int | None, ranks: int
 ) -> NearestMeshShape | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.optim.exclusion import excluded_names
-from echelon.plan.axes import find_axes
+from echelon.plan.axes import find_axes, requested_slice
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.plan import Bucket, Parameter, Plan, numel
 from echelon.plan.segments import find_chains, find_segments
@@ -75,7 +75,8 @@ def make_plan(
     lars, lamb = strategy.part(Lars), strategy.part(Lamb)
     alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
     hierarchical = dgc is not None and dgc.hierarchical
-    size = cluster.slice_size(ranks_per_host) if cluster else None
+    size = requested_slice(strategy.split, marks.stages, marks.pipeline)
+    size = size or (cluster.slice_size(ranks_per_host) if cluster else None)
     mesh = mesh or find_axes(marks.stages, marks.pipeline, bool(marks.splits), size, ranks)
     plan = Plan(
         mesh=dict(mesh),

@@ -111,7 +111,12 @@ _WITH_LOCAL_STEPS: dict[str, Verdict] = {
     "lamb": CombinationChange("trust ratios come from each rank's own gradient"),
 }
 
-#: Options beside "split" and "pipeline" marks. These two names come from the model and are not options of a Strategy.
+BESIDE_AUTO = Conflict(
+    "auto decides by itself how the model is trained", "remove auto, or the options and marks beside it"
+)
+
+#: Options beside splits and stages, which marks on the model (named "split" and "pipeline") or the options ``split``
+#: and ``stages`` ask for.
 _WITH_MARKS: dict[str, Verdict] = {
     "dgc": Conflict("the largest entries are chosen among whole parameters", "drop dgc, or the marks"),
     "localsgd": Conflict("replicas that step alone are whole models on one device", "drop localsgd, or the marks"),
@@ -119,7 +124,7 @@ _WITH_MARKS: dict[str, Verdict] = {
         "replicas that step alone are whole models on one device", "drop adaptive_localsgd, or the marks"
     ),
     "ps": Conflict("workers of a parameter server run whole models", "drop ps, or the marks"),
-    "auto": Conflict("auto chooses the marks itself", "drop auto, or the marks"),
+    "auto": BESIDE_AUTO,
     "low_memory": Conflict("low_memory trains whole models on one device", "drop low_memory, or the marks"),
 }
 
@@ -192,7 +197,7 @@ TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
     (name, local): verdict for local in ("localsgd", "adaptive_localsgd") for name, verdict in _WITH_LOCAL_STEPS.items()
 }
 TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
-TABLE |= {(name, mark): verdict for mark in ("split", "pipeline") for name, verdict in _WITH_MARKS.items()}
+TABLE |= {(name, mark): verdict for mark in ("split", "pipeline", "stages") for name, verdict in _WITH_MARKS.items()}
 TABLE |= {(name, "ps"): verdict for name, verdict in _WITH_SERVERS.items()}
 TABLE |= {(name, "low_memory"): verdict for name, verdict in _WITH_LOW_MEMORY.items()}
 TABLE |= {(name, "lora"): verdict for name, verdict in _WITH_LORA.items()}
@@ -202,7 +207,6 @@ _EVERY_OPTION = (
     *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
     *("low_memory", "lora"),
 )
-BESIDE_AUTO = Conflict("auto decides by itself how the model is trained", "remove auto, or the options beside it")
 TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}
 
 

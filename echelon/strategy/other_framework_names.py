@@ -67,20 +67,18 @@ _TABLE: tuple[tuple[Remedy, str], ...] = (
     ("write sync_batch_norm=True", "sync_batchnorm sync_bn convert_sync_batchnorm"),
     ('write reduction={"bucket_mb": 25}', "bucket_cap_mb reduce_bucket_size"),
     (
-        "mark the layers: 'with echelon.split():' where they are made, or "
-        "echelon.annotate(model, {'head': echelon.split()})",
+        "write split=2, or mark the layers: echelon.annotate(model, {'head': echelon.split()})",
         "tensor_parallel tensor_parallel_configs tensor_parallel_size tp tp_size mp mp_size model_parallel",
     ),
     (
-        "mark the model: echelon.pipeline(micro_batches=8) with 'with echelon.stage():', or "
-        "echelon.annotate(model, {'': echelon.pipeline(stages=2)})",
-        "pipeline pipeline_configs pipeline_parallel pipeline_parallel_size pp pp_size stages micro_batches",
+        "write stages=2, or stages=echelon.pipeline(stages=2, micro_batches=8)",
+        "pipeline pipeline_configs pipeline_parallel pipeline_parallel_size pp pp_size micro_batches",
     ),
     ("mark transformer layers with echelon.split(sequence=True)", "sequence_parallel sp"),
     ("mark the mixture of experts with echelon.split()", "expert_parallel ep ep_size"),
     ("attention over parts of a sequence is not implemented", "context_parallel cp cp_size"),
     (
-        "start 'echelon run --procs N', and mark the model with echelon.split() and echelon.pipeline()",
+        "start 'echelon run --procs N', and write split= and stages=",
         "hybrid_configs parallelism_config device_mesh",
     ),
     (

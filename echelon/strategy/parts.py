@@ -8,7 +8,7 @@ from typing import Any, Literal
 from echelon.base.config import require, strict
 
 #: The setting that a plain string or number sets: ``amp="fp16"`` is ``amp=Amp(dtype="fp16")``.
-SHORTHAND = {"amp": "dtype", "lr_scaling": "rule", "shard": "level", "ps": "mode", "lora": "rank"}
+SHORTHAND = {"amp": "dtype", "lr_scaling": "rule", "shard": "level", "ps": "mode", "lora": "rank", "stages": "stages"}
 
 
 @strict

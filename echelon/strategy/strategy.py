@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from echelon.base.config import build, require, strict
 from echelon.base.errors import UsageError
 from echelon.strategy import fleet_names, strategy_files, strategy_table
+from echelon.strategy.annotations.marks import Pipeline
 from echelon.strategy.combine import refuse_conflicts
 from echelon.strategy.lora import Lora
 from echelon.strategy.other_framework_names import refuse_other_names
@@ -66,6 +67,10 @@ class Strategy:
     lr_scaling:        "linear" (also ``True``), "sqrt", or an LrScaling: a learning rate that grows with the batch
     sync_batch_norm:   True computes batch-norm statistics over all replicas, as one process would; False is faster.
                        None (default) is True, unless ranks step without communication
+    split:             number of ranks that share each split layer (tensor parallelism). A model without ``split()``
+                       marks is marked as by ``annotate(model, "tensor")``
+    stages:            number of pipeline stages, or a ``pipeline(stages=...)`` with micro-batches and schedule; the
+                       model is cut between its blocks
     reduction:         a Reduction: settings of the gradient all-reduce
     fast:              a Fast: settings of the fast path; False disables all of it
     auto:              True, "measure" or an Auto: the plan is found automatically; no other option may be set
@@ -90,6 +95,8 @@ class Strategy:
     clip: float | None = None
     lr_scaling: bool | Literal["linear", "sqrt"] | LrScaling | None = None
     sync_batch_norm: bool | None = None
+    split: int | None = None
+    stages: int | Pipeline | None = None
     reduction: Reduction = Reduction()  # frozen, so one shared default is safe
     fast: bool | Fast | None = None
     auto: bool | Literal["measure"] | Auto | None = None
@@ -97,6 +104,9 @@ class Strategy:
     def __post_init__(self) -> None:
         require(self.gradient_merge >= 1, self, "gradient_merge", "1 or more")
         require(self.clip is None or self.clip > 0, self, "clip", "a norm above 0")
+        require(self.split is None or self.split >= 1, self, "split", "1 or more ranks")
+        count = self.stages.stages if isinstance(self.stages, Pipeline) else self.stages or 1
+        require(count is not None and count >= 1, self, "stages", "1 or more, or pipeline(stages=...)")
         for name, normal in _NORMAL.items():
             object.__setattr__(self, name, normal(getattr(self, name)))
         refuse_conflicts(self)
@@ -222,6 +232,8 @@ _SETTINGS = {name: [field.name for field in dataclasses.fields(kind)] for name, 
 _NORMAL: dict[str, Any] = {name: _settings(name, kind) for name, kind in _PARTS.items()} | {
     "fp16_allreduce": lambda value: "fp16" if value is True else value or None,
     "amp": lambda value: value if value is False else _settings("amp", Amp)(value),  # None may become bf16, False not
+    "split": lambda value: None if value == 1 else value,
+    "stages": lambda value: Pipeline(stages=value) if isinstance(value, int) else value,
     "fast": lambda value: None if value is True or value == Fast() else value,
     "auto": lambda value: (
         value if isinstance(value, Auto) else Auto(measure=value == "measure" or None) if value else None

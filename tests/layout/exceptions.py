@@ -8,6 +8,7 @@ UPWARD = {
     ("observability.trace.rank_header", "planner"): "the peak FLOP/s of a GPU, from the planner's catalogue",
     ("plan.build", "parallel"): "which modules can be split is known where they are",
     ("plan.saved_bytes", "parallel"): "recomputed modules are counted as they will run",
+    ("strategy.annotations.annotate", "planner"): "annotate(model, 'tensor') is a public function",
     ("strategy.strategy", "tools"): "strategy.explain() is a public method",
     ("tools.plan_report.model_source", "zoo"): "plans of zoo models take their sample batches",
     ("zoo.train.resolve", "cli"): "options of 'echelon run' are told from parameters of 'echelon train'",

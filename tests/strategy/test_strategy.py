@@ -61,11 +61,13 @@ ON = {
     "clip": {"clip": 1.0},
     "lr_scaling": {"lr_scaling": True},
     "sync_batch_norm": {"sync_batch_norm": True},
+    "split": {"split": 2},
+    "stages": {"stages": 2},
     "reduction": {"reduction": Reduction(bucket_mb=5.0)},
     "reduction.op=sum": {"reduction": Reduction(op="sum")},
     "auto": {"auto": True},
 }
-MARKS = ("split", "pipeline")  # not options: the marks on a model imply them
+MARKS = ("pipeline",)  # not an option: the marks on a model imply it
 PAIRS = [pair for pair in itertools.combinations(ON, 2) if not ON[pair[0]].keys() & ON[pair[1]].keys()]
 
 
@@ -356,7 +358,7 @@ def test_strategy_str_line_per_active_option_marks_set_values() -> None:
     assert "*" not in rows["reduction"]
     assert rows["off"].split(maxsplit=1)[1] == (
         "recompute, lars, lamb, dgc, adaptive_localsgd, shard, ps, low_memory, lora, gradient_merge, "
-        "fp16_allreduce, lr_scaling, auto"
+        "fp16_allreduce, lr_scaling, split, stages, auto"
     )
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1  # one column
 
@@ -537,7 +539,7 @@ def test_every_strategy_says_what_it_changes(name: str) -> None:
     if name == "reduction":
         return  # other sizes of buckets change nothing
     text = section(Strategy(**ON[name]).explain(), "What each changes")  # type: ignore[arg-type]
-    exact = name in ("recompute", "shard", "ps", "gradient_merge", "sync_batch_norm", "auto")
+    exact = name in ("recompute", "shard", "ps", "gradient_merge", "sync_batch_norm", "split", "stages", "auto")
     other = name in ("lars", "lamb", "clip", "lora", "lr_scaling", "reduction.op=sum")
     kind = "exact" if exact else "optimizer" if other else "approximate"
     assert text[name.removesuffix("=fp16")].startswith(kind)
@@ -676,7 +678,7 @@ def test_the_documented_clauses_are_the_tables() -> None:
         if second == "auto":  # said once for all
             assert f"- anything + `auto`: {said}." in text
             continue
-        if second == "pipeline":
+        if second in ("pipeline", "stages"):
             assert TABLE[(first, "split")] == verdict
             continue
         assert f"- {both}: {said}." in text

@@ -32,9 +32,9 @@ from echelon.nn.expert_gate import ExpertQueues, TokenRouting, balance, queue
 from echelon.nn.moe import MoE
 from echelon.parallel.data import batch_norm
 from echelon.parallel.expert.expert_counts import ExpertCounts, ExpertDispatch, count_expert_tokens, plan_dispatch
+from echelon.parallel.tensor.lazy_activation import whole
 from echelon.parallel.tensor.mappings import gather_from_split, lower, move, reduce_from_split, scatter_to_split
 from echelon.parallel.tensor.rng import rank_local_rng
-from echelon.parallel.tensor.sharded_activation import whole
 from echelon.parallel.tensor.split_axis import SplitAxis
 from echelon.parallel.tensor.split_collectives import split_all_reduce, split_all_to_all
 from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, ranges_of, require_gather

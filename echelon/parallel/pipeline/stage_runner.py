@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from echelon.base.errors import UsageError
 from echelon.parallel.pipeline.inter_stage_cache import MOST_KNOWN, InterStageCache, surroundings
 from echelon.parallel.pipeline.placeholder_pool import PlaceholderPool, fresh_placeholder
-from echelon.parallel.tensor.sharded_activation import whole
+from echelon.parallel.tensor.lazy_activation import whole
 from echelon.plan.fake_forward import allow_real_tensors, fake_forward, is_placeholder, placeholder
 from echelon.plan.module_calls import call_unintercepted, install_call_hooks, intercept_module_calls, mark_remote_stage
 from echelon.plan.pytree import FlattenedTree, take_apart, tensors_of

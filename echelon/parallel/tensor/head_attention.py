@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
 from echelon.distributed.tensor_layout import Range
+from echelon.parallel.tensor.lazy_activation import whole
 from echelon.parallel.tensor.linear import PartialSumOutput
 from echelon.parallel.tensor.mappings import reduce_from_split
 from echelon.parallel.tensor.rng import rank_local_rng
-from echelon.parallel.tensor.sharded_activation import ShardedActivation, take_in, whole
+from echelon.parallel.tensor.sharded_activation import ShardedActivation, take_in
 from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
 from echelon.parallel.tensor.split_collectives import gather
 from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, ranges_of, require_gather, widths

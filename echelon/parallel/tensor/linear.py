@@ -12,10 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
+from echelon.distributed.tensor_layout import Range
+from echelon.parallel.tensor.fused_activation import FusedActivation
 from echelon.parallel.tensor.mappings import reduce_from_split, reduce_scatter_to_split
 from echelon.parallel.tensor.sharded_activation import ShardedActivation, take_in, take_part
 from echelon.parallel.tensor.split_axis import Sizes, SplitAxis
-from echelon.parallel.tensor.split_spec import SplitSpec, ranges_of, require_gather, require_own_forward, widths
+from echelon.parallel.tensor.split_spec import (
+    SplitSpec,
+    UnsplittableError,
+    part_widths,
+    ranges_of,
+    require_gather,
+    require_own_forward,
+    widths,
+)
 from echelon.strategy.annotations.marks import Split
 
 
@@ -43,32 +53,49 @@ def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.to(x.dtype)
 
 
+def column_output(local: Tensor, rows: Sizes | None, packs: tuple[Sizes, ...], axis: SplitAxis, gather: bool) -> Any:
+    """Return this rank's outputs of a layer split by outputs, as an activation that looks whole.
+
+    packs:  for each part of a fused layer, the sizes of all ranks' outputs; one for other layers
+    gather: False returns the plain local tensor
+    """
+    axis.memory.parts_about |= not gather
+    if not gather:
+        return local
+    if len(packs) > 1:
+        return FusedActivation(local, -1, packs, axis, rows)
+    return ShardedActivation(local, -1, packs[0], axis, rows)
+
+
 class ColumnParallelLinear(nn.Linear):
     axis: SplitAxis
-    sizes: Sizes
+    packs: tuple[Sizes, ...]
     gather: bool
 
     def forward(self, x: Any) -> Any:
         entered, rows = take_in(x, self.axis)
-        local = F.linear(entered, self.weight, self.bias)
-        self.axis.memory.parts_about |= not self.gather
-        return ShardedActivation(local, -1, self.sizes, self.axis, rows) if self.gather else local
+        return column_output(F.linear(entered, self.weight, self.bias), rows, self.packs, self.axis, self.gather)
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelInput:
+    """Finds this rank's part of the input of a layer split by inputs."""
+
     axis: SplitAxis
     sizes: Sizes
+
+    def own_input(self, x: Any) -> tuple[Tensor, Sizes | None]:
+        local = self.sizes[self.axis.rank]
+        if self.axis.memory.parts_about and isinstance(x, Tensor) and x.shape[-1] == local != sum(self.sizes):
+            return x, known_rows(x, self.axis)
+        return take_part(x, -1, self.sizes, self.axis)
+
+
+class RowParallelLinear(RowParallelInput, nn.Linear):
     leave: PartialSumOutput
 
     def forward(self, x: Any) -> Any:
-        local, rows = self._part(x)
+        local, rows = self.own_input(x)
         return self.leave(F.linear(local, self.weight), rows, self.bias)
-
-    def _part(self, x: Any) -> tuple[Tensor, Sizes | None]:
-        local = self.sizes[self.axis.rank]
-        if self.axis.memory.parts_about and isinstance(x, Tensor) and x.shape[-1] == local != self.in_features:
-            return x, known_rows(x, self.axis)
-        return take_part(x, -1, self.sizes, self.axis)
 
 
 def known_rows(local: Tensor, axis: SplitAxis) -> Sizes | None:
@@ -88,14 +115,29 @@ def linear_pieces(module: nn.Linear, mark: Split, axis: SplitAxis) -> list[Split
     require_own_forward(module, nn.Linear)
     if mark.how == "row":
         return [row_linear(module, mark, axis)]
-    ranges = ranges_of(module.out_features, mark, axis)
-    local = {0: (ranges[axis.rank],)}
-    facts = {"axis": axis, "sizes": widths(ranges), "gather": mark.gather}
-    return [SplitSpec(module, ColumnParallelLinear, facts, {"weight": local, "bias": local})]
+    own, packs = fused_ranges(module.out_features, mark, axis)
+    facts = {"axis": axis, "packs": packs, "gather": mark.gather}
+    return [SplitSpec(module, ColumnParallelLinear, facts, {"weight": {0: own}, "bias": {0: own}})]
+
+
+def fused_ranges(outputs: int, mark: Split, axis: SplitAxis) -> tuple[tuple[Range, ...], tuple[Sizes, ...]]:
+    """Return this rank's range of the outputs of each part, and the sizes of all ranks' ranges.
+
+    A layer without ``split(parts=...)`` has one part.
+    """
+    own, packs, begin = [], [], 0
+    for width in part_widths(outputs, mark):
+        ranges = ranges_of(width, mark, axis)
+        own.append((begin + ranges[axis.rank][0], begin + ranges[axis.rank][1]))
+        packs.append(widths(ranges))
+        begin += width
+    return tuple(own), tuple(packs)
 
 
 def row_linear(module: nn.Linear, mark: Split, axis: SplitAxis) -> SplitSpec:
     require_gather(mark, "a layer split by rows")
+    if mark.parts is not None:
+        raise UnsplittableError("has split(parts=...), which are parts of outputs; a row split cuts the inputs")
     ranges = ranges_of(module.in_features, mark, axis)
     facts = {"axis": axis, "sizes": widths(ranges), "leave": PartialSumOutput(mark, axis)}
     partial = ("bias",) if mark.sequence and module.bias is not None else ()

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from echelon.parallel.tensor.lazy_activation import LazyActivation, Rule
 from echelon.parallel.tensor.mappings import scatter_to_split, used_in_parts
 from echelon.parallel.tensor.rng import rank_local_rng
-from echelon.parallel.tensor.sharded_activation import RULES, Rule, ShardedActivation
+from echelon.parallel.tensor.sharded_activation import RULES, ShardedActivation
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -44,7 +45,6 @@ SOFTMAX = ["softmax", "log_softmax", "_softmax"]
 NORMS = ["layer_norm", "rms_norm"]
 SUMS = ["sum", "mean", "amax", "amin"]
 POOLS = ["max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d"]
-PRODUCTS = ["matmul", "__matmul__", "bmm"]
 
 
 def rule(names: list[str]) -> Callable[[Rule], Rule]:
@@ -71,13 +71,13 @@ def pointwise(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 
 def _is_spread(leaf: Any) -> bool:
-    return isinstance(leaf, ShardedActivation)
+    return isinstance(leaf, LazyActivation)
 
 
 def _lead(leaves: list[Any]) -> ShardedActivation | None:
     """Return the ShardedActivation that has the shape of the result; None if all of them are broadcast."""
     spreads = [leaf for leaf in leaves if isinstance(leaf, ShardedActivation)]
-    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, ShardedActivation | Tensor)]
+    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, LazyActivation | Tensor)]
     try:
         result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -90,6 +90,8 @@ def _part_for(leaf: Any, lead: ShardedActivation) -> Any:
     if isinstance(leaf, ShardedActivation):
         if leaf.cut_like(lead):
             return leaf.local
+        leaf = leaf.whole()
+    elif isinstance(leaf, LazyActivation):
         leaf = leaf.whole()
     if not isinstance(leaf, Tensor):
         return leaf
@@ -191,66 +193,3 @@ def pool(name: str, func: Function, args: Args, kwargs: Named) -> Any:
     if not isinstance(x, ShardedActivation) or x.dim() != 4 or x.along != 1 or kwargs.get("return_indices"):
         return NotImplemented
     return x.like(func(x.local, *args[1:], **kwargs))
-
-
-@rule(PRODUCTS)
-def product(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Multiply batches of matrices split along a batch dimension, such as the heads of attention."""
-    a, b = (*args, None)[:2]
-    if (
-        not isinstance(a, ShardedActivation)
-        or not isinstance(b, ShardedActivation)
-        or not a.cut_like(b)
-        or a.along >= a.dim() - 2
-    ):
-        return NotImplemented
-    return a.like(func(a.local, b.local))
-
-
-@rule(["scaled_dot_product_attention"])
-def attention(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Compute attention for the heads of this rank."""
-    given = named(["query", "key", "value", "attn_mask", "dropout_p", "is_causal"], args, kwargs)
-    q, k, v = (given.pop(each) for each in ("query", "key", "value"))
-    if not all(
-        isinstance(x, ShardedActivation) and x.dim() == 4 and x.along == 1 and _same_heads(x, q) for x in (q, k, v)
-    ):
-        return NotImplemented
-    mask = given.pop("attn_mask", None)
-    if isinstance(mask, ShardedActivation):
-        mask = mask.local if mask.cut_like(q) else mask.whole()
-    elif mask is not None and mask.dim() > 2:
-        mask = _mask_part(mask, q)
-    if mask is NotImplemented or not min(q.sizes):
-        return NotImplemented
-    with rank_local_rng(q.axis, q.device, wanted=given.get("dropout_p", 0.0) > 0):
-        return q.like(func(q.local, k.local, v.local, attn_mask=mask, **given))
-
-
-@rule(["packed_attention"])
-def packed(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Compute attention of packed sequences for the heads of this rank.
-
-    In spread mode the rows of other ranks are other sequences, so tensors are gathered instead.
-    """
-    q, k, v, bounds = args
-    if not all(isinstance(x, ShardedActivation) and x.dim() == 3 and x.along == 1 and x.cut_like(q) for x in (q, k, v)):
-        return NotImplemented
-    if q.rows is not None or not min(q.sizes):
-        return NotImplemented
-    with rank_local_rng(q.axis, q.device, wanted=kwargs.get("dropout", 0.0) > 0):
-        return q.like(func(q.local, k.local, v.local, bounds, **kwargs))
-
-
-def _same_heads(x: ShardedActivation, q: ShardedActivation) -> bool:
-    """Return True if each rank has the heads of ``x`` that its queries need; several queries may share a head."""
-    return all(size * q.shape[1] == other * x.shape[1] for size, other in zip(x.sizes, q.sizes, strict=True))
-
-
-def _mask_part(mask: Tensor, q: ShardedActivation) -> Any:
-    if q.rows is not None:
-        return NotImplemented
-    heads = mask.dim() - 3
-    if mask.shape[heads] == 1 != q.shape[1]:
-        return used_in_parts(mask, q.axis) if mask.requires_grad else mask
-    return scatter_to_split(mask, heads, q.sizes, None, q.axis)

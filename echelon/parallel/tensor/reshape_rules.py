@@ -126,23 +126,57 @@ def unsqueeze(name: str, func: Function, args: Args, kwargs: Named) -> Any:
 
 @rule(["__getitem__"])
 def index(name: str, func: Function, args: Args, kwargs: Named) -> Any:
-    """Index dimensions other than the split one with ints and slices: for example all positions but the last."""
+    """Index dimensions other than the split one with ints and slices, and insert dimensions with None."""
     x, key = args
     keys = list(key) if isinstance(key, tuple) else [key]
     if not isinstance(x, ShardedActivation) or not all(
-        each is Ellipsis or isinstance(each, slice | int) for each in keys
+        each is Ellipsis or each is None or isinstance(each, slice | int) for each in keys
     ):
         return NotImplemented
     if any(isinstance(each, bool) for each in keys) or keys.count(Ellipsis) > 1:
         return NotImplemented
     at = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
-    missing = x.dim() - (len(keys) - keys.count(Ellipsis))
-    keys[at : at + 1] = [slice(None)] * missing
-    held = [x.along] if x.rows is None else [x.along, 0]
-    if missing < 0 or any(keys[dim] != slice(None) for dim in held):
+    missing = x.dim() - (len(keys) - keys.count(Ellipsis) - keys.count(None))
+    if missing < 0:
         return NotImplemented
-    dropped = sum(isinstance(each, int) for each in keys[: x.along])
-    return x.like(x.local[tuple(keys)], x.along - dropped)
+    keys[at : at + 1] = [slice(None)] * missing
+    places = [place for place, each in enumerate(keys) if each is not None]  # of the dimensions of x
+    held = [x.along] if x.rows is None else [x.along, 0]
+    if any(keys[places[dim]] != slice(None) for dim in held) or (x.rows is not None and keys[0] is None):
+        return NotImplemented
+    before = keys[: places[x.along]]
+    return x.like(x.local[tuple(keys)], sum(not isinstance(each, int) for each in before))
+
+
+@rule(["expand", "broadcast_to"])
+def expand(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    """Repeat dimensions of size 1, such as the key heads that several query heads share, without a copy."""
+    x, *wanted = args
+    wanted = wanted or [kwargs.get("size")]
+    if len(wanted) == 1 and isinstance(wanted[0], tuple | list):
+        wanted = list(wanted[0])
+    if not isinstance(x, ShardedActivation) or not all(isinstance(size, int) for size in wanted) or kwargs.get("out"):
+        return NotImplemented
+    along = x.along + len(wanted) - x.dim()
+    if along < x.along or wanted[along] not in (-1, x.shape[x.along]) or (x.rows is not None and along != x.along):
+        return NotImplemented
+    if x.rows is not None and wanted[0] not in (-1, x.shape[0]):
+        return NotImplemented
+    local = [-1 if dim == along or (dim == 0 and x.rows is not None) else size for dim, size in enumerate(wanted)]
+    return x.like(x.local.expand(local), along)
+
+
+@rule(["repeat_interleave"])
+def repeat_interleave(name: str, func: Function, args: Args, kwargs: Named) -> Any:
+    given = named(["repeats", "dim"], args[1:], kwargs)
+    x, repeats, dim = args[0], given.get("repeats"), given.get("dim")
+    if not isinstance(x, ShardedActivation) or not isinstance(repeats, int) or not isinstance(dim, int):
+        return NotImplemented
+    dim %= x.dim()
+    if x.rows is not None and dim == 0:
+        return NotImplemented
+    sizes = tuple(size * repeats for size in x.sizes) if dim == x.along else x.sizes
+    return ShardedActivation(x.local.repeat_interleave(repeats, dim), x.along, sizes, x.axis, x.rows)
 
 
 @rule(["chunk", "split", "unbind"])

@@ -14,14 +14,15 @@ from echelon.base.errors import UsageError
 from echelon.distributed.tensor_layout import Layout
 from echelon.nn.moe import MoE
 from echelon.parallel.expert.split_moe import moe_pieces
+from echelon.parallel.expert.split_stacked_experts import has_stacked_experts, stacked_expert_pieces
 from echelon.parallel.lora.layer import LoraForward
 from echelon.parallel.tensor.conv import conv_pieces
 from echelon.parallel.tensor.embedding import embedding_pieces
 from echelon.parallel.tensor.head_attention import attention_pieces
+from echelon.parallel.tensor.lazy_activation import LazyActivation, whole
 from echelon.parallel.tensor.linear import linear_pieces
 from echelon.parallel.tensor.lora import lora_pieces
 from echelon.parallel.tensor.sequence import sequence_pieces
-from echelon.parallel.tensor.sharded_activation import ShardedActivation, whole
 from echelon.parallel.tensor.split_axis import SplitAxis
 from echelon.parallel.tensor.split_spec import SplitSpec, UnsplittableError, refuse_sequence_of_spread
 from echelon.parallel.tensor.transformer_layer import (
@@ -30,6 +31,7 @@ from echelon.parallel.tensor.transformer_layer import (
     sequential_pieces,
     stack_pieces,
 )
+from echelon.parallel.tensor.transposed_linear import is_transposed_linear, transposed_linear_pieces
 from echelon.plan.batch_norms import BatchNorm
 from echelon.strategy.annotations.marks import Split
 
@@ -67,10 +69,10 @@ def apply_split(model: nn.Module, marks: Mapping[str, Split], axis: SplitAxis) -
     return AppliedSplit(layouts, partial_names)
 
 
-def why_not(module: nn.Module) -> str | None:
-    """Return the reason why ``module`` cannot be split as a whole by ``Split()``; ``None`` if it can."""
+def why_not(module: nn.Module, mark: Split | None = None) -> str | None:
+    """Return the reason why ``module`` cannot be split by ``mark``, default ``Split()``; ``None`` if it can."""
     try:
-        _pieces(module, Split(), SplitAxis(None, 0, 1))
+        _pieces(module, mark or Split(), SplitAxis(None, 0, 1))
     except UnsplittableError as refusal:
         return f"{type(module).__name__} {refusal}"
     return None
@@ -85,14 +87,22 @@ def _pieces(module: nn.Module, mark: Split, axis: SplitAxis) -> list[SplitSpec]:
     refuse_sequence_of_spread(mark, axis)
     if mark.how == "sequence":
         return sequence_pieces(module, mark, axis)
-    for kind, planner in _PLANNERS.items():
-        if isinstance(module, kind):
-            made: list[SplitSpec] = planner(module, mark, axis)
-            return made
+    planner = _planner_of(module)
+    if planner is not None:
+        made: list[SplitSpec] = planner(module, mark, axis)
+        return made
     inside = _splittable(module)
     known = [kind.__name__ for kind in _PLANNERS if kind is not LoraForward]
     hint = f"; mark modules inside it: {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else ""
     raise UnsplittableError(f"cannot be split; {', '.join(known)} can{hint}")
+
+
+def _planner_of(module: nn.Module) -> Any:
+    """Return the function that plans the split of this kind of module; None if there is none."""
+    for kind, planner in _PLANNERS.items():
+        if isinstance(module, kind):
+            return planner
+    return next((planner for is_kind, planner in _BY_SHAPE.items() if is_kind(module)), None)
 
 
 _PLANNERS: dict[type[nn.Module], Any] = {
@@ -107,6 +117,11 @@ _PLANNERS: dict[type[nn.Module], Any] = {
     nn.TransformerDecoder: partial(stack_pieces, _pieces),
     nn.Sequential: partial(sequential_pieces, _pieces),
     MoE: moe_pieces,
+}
+#: Modules of other libraries, which are known by their parameters.
+_BY_SHAPE: dict[Any, Any] = {
+    is_transposed_linear: transposed_linear_pieces,
+    has_stacked_experts: stacked_expert_pieces,
 }
 
 
@@ -194,7 +209,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith("echelon."):  # these accept a ShardedActivation, as the loss of split logits does
         return _plain(cls, *args, **kwargs)
     for value in (*args, *kwargs.values()):
-        if isinstance(value, ShardedActivation | list | tuple | dict):
+        if isinstance(value, LazyActivation | list | tuple | dict):
             args, kwargs = whole((args, kwargs))
             break
     return _plain(cls, *args, **kwargs)

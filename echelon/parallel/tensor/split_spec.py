@@ -61,6 +61,19 @@ def ranges_of(total: int, mark: Split, axis: SplitAxis, unit: int = 1) -> list[R
     return [(begin * unit, end * unit) for begin, end in axis.ranges(total // unit, mark.weights)]
 
 
+def part_widths(total: int, mark: Split) -> tuple[int, ...]:
+    """Return the widths of the parts that a fused layer with ``total`` outputs computes; one without ``parts``."""
+    if mark.parts is None:
+        return (total,)
+    if isinstance(mark.parts, int):
+        if total % mark.parts:
+            raise UnsplittableError(f"has {total} outputs, which are not {mark.parts} equal parts; list their sizes")
+        return (total // mark.parts,) * mark.parts
+    if sum(mark.parts) != total:
+        raise UnsplittableError(f"has {total} outputs, but split(parts=...) lists {sum(mark.parts)}; list them all")
+    return mark.parts
+
+
 def widths(ranges: list[Range]) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in ranges)
 

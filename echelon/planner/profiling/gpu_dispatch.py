@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from echelon.parallel.tensor.sharded_activation import ShardedActivation
+from echelon.parallel.tensor.lazy_activation import LazyActivation
 
 #: Functions that autocast runs in 32 bits on a GPU, but not on a CPU.
 IN_FLOAT32 = frozenset((
@@ -36,9 +36,10 @@ class GpuDispatchMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(each, type) and issubclass(each, ShardedActivation) for each in types):
-            with self:  # the rules of ShardedActivation call func again, on its parts
-                return ShardedActivation.__torch_function__(func, types, args, kwargs)
+        lazy = next((each for each in types if isinstance(each, type) and issubclass(each, LazyActivation)), None)
+        if lazy is not None:
+            with self:  # the rules of a LazyActivation call func again, on its parts
+                return lazy.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if name == "dropout":
             return _dropout(func, args, kwargs)

@@ -20,9 +20,10 @@ from echelon.planner.profiling.compiled_pass import compile_pass
 from echelon.planner.profiling.fake_copy import FakeModel
 from echelon.planner.profiling.fake_split import fake_process_group, split_first
 from echelon.planner.profiling.fake_step import FakePass, run_fake_step
+from echelon.planner.profiling.layer_probe import LayerProbe
 from echelon.planner.profiling.recompute_costs import crossings, figures_again
 from echelon.planner.profiling.resize import RULES, find_rows, resize
-from echelon.planner.profiling.splits import add_input_hooks, find_marks, most
+from echelon.planner.profiling.splits import find_marks, most
 from echelon.planner.profiling.unit_costs import (
     Groups,
     UnitActivationBytes,
@@ -264,11 +265,12 @@ class Profile:
         """Largest possible size of the split axis."""
         return most(self._model, self.split_marks) if self.split_marks else 1
 
-    def _attempt(self, marks: dict[str, Split], hooks: dict[str, Callable[[Any], None]]) -> FakePass:
+    def _attempt(self, marks: dict[str, Split], probe: LayerProbe | None = None) -> FakePass:
         shadow = FakeModel(self._model, self._unit_names, marks)
         with fake_process_group(2) as group:
             split_first(shadow, marks, group)
-            add_input_hooks(shadow, hooks)
+            if probe is not None:
+                probe.attach(shadow.model)
             shadow.track_units(self._unit_names)
             return self._rehearse(shadow, self._sizes[0], None, backward=False)
 

@@ -11,20 +11,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 from torch import nn
 
 from echelon.base.errors import EchelonError
 from echelon.nn.moe import MoE
-from echelon.parallel.tensor import ShardedActivation, why_not
-from echelon.planner.profiling.fake_copy import FakeModel
+from echelon.parallel.expert.split_stacked_experts import has_stacked_experts
+from echelon.parallel.tensor import why_not
+from echelon.parallel.tensor.split_spec import part_widths
+from echelon.parallel.tensor.transposed_linear import is_transposed_linear
 from echelon.planner.profiling.fake_step import FakePass
+from echelon.planner.profiling.layer_probe import LayerProbe
 from echelon.strategy.annotations.marks import Split, within
 
 Marks = dict[str, Split]
-#: Runs the model as one of two ranks with these marks, and calls the function of each named module with its input.
-Try = Callable[[Marks, dict[str, Callable[[Any], None]]], FakePass]
+#: Runs the model as one of the ranks with these marks, and notes what the probe watches.
+Try = Callable[[Marks, LayerProbe | None], FakePass]
 
 #: Smallest vocabulary to split: a smaller table costs less unsplit than a collective.
 MANY_WORDS = 4096
@@ -44,7 +46,7 @@ def find_marks(model: nn.Module, like: dict[str, str], attempt: Try) -> Marks:
     uses = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
     loose = {name: module for name, module in _loose(model, "", whole, like) if uses[id(module.weight)] == 1}
     marks: Marks = {name: Split() for name in whole}
-    marks |= {name: _ROW if row else _COLUMN for name, row in _pairs(loose, attempt, marks).items()}
+    marks |= _pairs(loose, attempt, marks)
     marks |= _words(model, like, marks, attempt)
     return marks | {
         name.replace(first, other, 1): mark
@@ -64,7 +66,7 @@ def _wholes(module: nn.Module, prefix: str, like: dict[str, str]) -> Iterator[tu
         name = f"{prefix}{key}"
         if not _is_new(name, like):
             continue
-        if (isinstance(child, kinds) or _has_pair(child)) and why_not(child) is None:
+        if (isinstance(child, kinds) or _has_pair(child) or has_stacked_experts(child)) and why_not(child) is None:
             yield name, child
         else:
             yield from _wholes(child, f"{name}.", like)
@@ -84,12 +86,12 @@ def _nothing_but_pointwise(chain: nn.Sequential, first: int, second: int) -> boo
 
 def _loose(
     module: nn.Module, prefix: str, whole: dict[str, nn.Module], like: dict[str, str]
-) -> Iterator[tuple[str, nn.Linear]]:
+) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         name = f"{prefix}{key}"
         if name in whole or not _is_new(name, like):
             continue
-        if isinstance(child, nn.Linear):
+        if isinstance(child, nn.Linear) or is_transposed_linear(child):
             if why_not(child) is None:
                 yield name, child
         else:
@@ -98,63 +100,86 @@ def _loose(
 
 # ---- pairs of linear layers ----
 
+#: Most trial runs until the set of row-parallel layers stays as it is.
+TRIALS = 8
 
-def _pairs(loose: dict[str, nn.Linear], attempt: Try, marks: Marks) -> dict[str, bool]:
-    """Return, by name of a linear layer, True if it is row-parallel, False if it is column-parallel."""
-    wanted = dict.fromkeys(loose, False)
-    order: list[str] = []
-    for _ in range(8):
-        fed: dict[str, bool] = {}
-        order = []
 
-        def note_call(name: str, x: Any, fed: dict[str, bool] = fed, order: list[str] = order) -> None:
-            order.append(name)
-            fed.setdefault(name, isinstance(x, ShardedActivation) and x.along == x.dim() - 1)
-
-        tried = {name: _ROW if row else _COLUMN for name, row in wanted.items()}
-        if not _works(attempt, marks | tried, {name: _telling(note_call, name) for name in wanted}):
+def _pairs(loose: dict[str, nn.Module], attempt: Try, marks: Marks) -> Marks:
+    """Return the marks of column-parallel layers that pass their parts to row-parallel ones, and of those."""
+    wanted = dict.fromkeys(loose, _COLUMN)
+    probe = LayerProbe(list(loose))
+    for _ in range(TRIALS):
+        probe = LayerProbe(list(loose))
+        if not _works(attempt, marks | wanted, probe):
             return {}
-        rows = next((name for name in dict.fromkeys(order) if fed[name] and not wanted[name]), None)
-        if rows is None:
+        changes = {name: mark for name, mark in _fitting(probe).items() if wanted[name].how != mark.how or mark.parts}
+        changes = {name: mark for name, mark in changes.items() if wanted[name] != mark}
+        if not changes:
             break
-        wanted[rows] = True
-    return _kept(list(dict.fromkeys(order)), wanted, attempt, marks)
+        wanted |= changes
+    return _kept(probe.order, wanted, attempt, marks)
 
 
-def _telling(note_call: Callable[[str, Any], None], name: str) -> Callable[[Any], None]:
-    return lambda x: note_call(name, x)
+def _fitting(probe: LayerProbe) -> Marks:
+    """Return the marks that fit the inputs and the uses of the outputs seen in a trial run."""
+    return {name: _ROW if name in probe.fed else _column_of(probe.parts.get(name)) for name in probe.order}
 
 
-def _kept(order: list[str], wanted: dict[str, bool], attempt: Try, marks: Marks) -> dict[str, bool]:
+def _column_of(parts: tuple[int, ...] | None) -> Split:
+    if parts is None:
+        return _COLUMN
+    return Split(how="column", parts=len(parts) if len(set(parts)) == 1 else parts)
+
+
+def _kept(order: list[str], wanted: Marks, attempt: Try, marks: Marks) -> Marks:
     """Return the sets of column-parallel layers up to a row-parallel one that need no all-gather."""
-    found: dict[str, bool] = {}
+    groups = list(_groups(order, wanted))
+    together = {name: wanted[name] for group in groups for name in group}
+    if not groups or not _gathers(attempt, marks | together):
+        return together
+    found: Marks = {}
+    for group in groups:
+        found |= _without_gather(group, wanted, attempt, marks)
+    return found
+
+
+def _groups(order: list[str], wanted: Marks) -> Iterator[list[str]]:
+    """Yield each row-parallel layer with the column-parallel ones called since the one before it."""
     waiting: list[str] = []
     for name in order:
         waiting.append(name)
-        if wanted[name]:
-            family = [one for one in waiting if _parent(one) == _parent(name)] or waiting
-            pair = {one: wanted[one] for one in family}
-            tried = marks | {one: _ROW if row else _COLUMN for one, row in pair.items()}
-            if len(pair) > 1 and not _gathers(attempt, tried):
-                found |= pair
+        if wanted[name].how == "row":
+            if len(waiting) > 1:
+                yield waiting
             waiting = []
-    return found
+
+
+def _without_gather(group: list[str], wanted: Marks, attempt: Try, marks: Marks) -> Marks:
+    """Return the marks of the group, or of less of it, that need no all-gather: siblings alone, the widest alone."""
+    *columns, row = group
+    siblings = [name for name in columns if _parent(name) == _parent(row)]
+    widest = [name for name in columns if wanted[name] == _COLUMN]
+    for chosen in (columns, siblings, widest[:1]):
+        pair = {name: wanted[name] for name in (*chosen, row)}
+        if chosen and not _gathers(attempt, marks | pair):
+            return pair
+    return {}
 
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _works(attempt: Try, marks: Marks, hooks: dict[str, Callable[[Any], None]]) -> FakePass | None:
+def _works(attempt: Try, marks: Marks, probe: LayerProbe | None = None) -> FakePass | None:
     try:
-        return attempt(marks, hooks)
+        return attempt(marks, probe)
     except EchelonError:
         return None
 
 
 def _gathers(attempt: Try, marks: Marks) -> bool:
     """Return True if the model fails with these marks or all-gathers a split tensor in forward."""
-    passed = _works(attempt, marks, {})
+    passed = _works(attempt, marks)
     return passed is None or messages(passed).get("all_gather", 0) > 0
 
 
@@ -192,7 +217,7 @@ def _if_it_works(more: Marks, marks: Marks, attempt: Try) -> Marks:
 
     With a loss that the runtime supports, ranks exchange only a few numbers per row of the logits.
     """
-    passed = _works(attempt, marks | more, {})
+    passed = _works(attempt, marks | more)
     if passed is None:
         return {}
     large = any(size > 16 * _rows(passed) for kind, size in passed.tail.messages if kind == "all_gather")
@@ -218,19 +243,21 @@ def _powers() -> list[int]:
 
 def _divides(model: nn.Module, name: str, mark: Split, size: int) -> bool:
     module = model.get_submodule(name)
-    if isinstance(module, nn.Linear) and mark.how in ("column", "row"):
-        cut = module.in_features if mark.how == "row" else module.out_features
-        return cut % size == 0 and _heads_divide(model.get_submodule(_parent(name)), size)
+    if mark.how in ("column", "row") and (isinstance(module, nn.Linear) or is_transposed_linear(module)):
+        return all(width % size == 0 for width in _cut_widths(module, mark)) and _heads_divide(
+            model.get_submodule(_parent(name)), size
+        )
     parts = [module, *module.modules()]
     return all(_heads_divide(part, size) for part in parts if isinstance(part, nn.MultiheadAttention))
+
+
+def _cut_widths(layer: nn.Module, mark: Split) -> tuple[int, ...]:
+    """Return the widths that are divided over the ranks: inputs of a row split, the parts of the outputs of others."""
+    weight = layer.get_parameter("weight")
+    outputs, inputs = weight.t().shape if is_transposed_linear(layer) else weight.shape
+    return (inputs,) if mark.how == "row" else part_widths(outputs, mark)
 
 
 def _heads_divide(module: nn.Module, size: int) -> bool:
     counts = [getattr(module, name, None) for name in _HEADS]
     return all(count % size == 0 for count in counts if isinstance(count, int) and count > 0)
-
-
-def add_input_hooks(shadow: FakeModel, hooks: dict[str, Callable[[Any], None]]) -> None:
-    """Register hooks that call the function of each named module with the module's input."""
-    for name, hook in hooks.items():
-        shadow.model.get_submodule(name).register_forward_pre_hook(lambda _, args, hook=hook: hook(args[0]))

@@ -15,7 +15,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -38,7 +38,12 @@ def replicate() -> Replicate:
 
 
 def split(
-    how: How = "auto", *, gather: bool = True, sequence: bool = False, weights: Sequence[float] | None = None
+    how: How = "auto",
+    *,
+    gather: bool = True,
+    sequence: bool = False,
+    weights: Sequence[float] | None = None,
+    parts: int | Sequence[int] | None = None,
 ) -> Split:
     """Shard the weights of this part over the devices of a slice (tensor parallelism); a scope or an ``annotate`` mark.
 
@@ -49,12 +54,15 @@ def split(
     sequence: True also shards the activations between the split layers of a block along dimension 1 (sequence
               parallelism); default False
     weights:  relative widths of the shards, [2, 1] if the first device is twice as fast; default equal widths
+    parts:    of a Linear that computes several outputs at once: their number if they are equally wide (3 for query, key
+              and value), or their widths; each of them is sharded by itself
 
     >>> with echelon.split():
     ...     self.head = torch.nn.Linear(1024, 32_000)
     >>> echelon.annotate(model, {"layers.*.up": echelon.split("column"), "layers.*.down": echelon.split("row")})
     """
-    return Split(how=how, gather=gather, sequence=sequence, weights=_tuple(weights))
+    fused = parts if parts is None or isinstance(parts, int) else tuple(parts)
+    return Split(how=how, gather=gather, sequence=sequence, weights=_tuple(weights), parts=fused)
 
 
 def stage(index: int | None = None) -> Stage | NextStage:
@@ -112,15 +120,25 @@ def set_default(mark: Replicate | Split | None) -> None:
     _default = mark
 
 
-def annotate(model: M, marks: Mapping[str, Any]) -> M:
+def annotate(model: M, marks: Mapping[str, Any] | Literal["tensor"], *, sample: Any = None) -> M:
     """Put marks on modules by name, and return the model.
 
-    model: torch module
-    marks: a mark or a list of marks by name: a module's full name (``""`` is the model itself), with ranges of numbers
-           (``layers.0-11``) and patterns as in file names (``encoder.*.attn``)
+    model:  torch module
+    marks:  a mark or a list of marks by name: a module's full name (``""`` is the model itself), with ranges of numbers
+            (``layers.0-11``) and patterns as in file names (``encoder.*.attn``). "tensor" finds the marks of tensor
+            parallelism: from the tensor-parallel plan of a Hugging Face model, else from the structure of the layers
+    sample: batch as in ``Engine.step``, with which "tensor" looks at the structure of a model without a plan; a
+            Hugging Face model needs none
 
     >>> model = echelon.annotate(model, {"layers.*.up": echelon.split("column"), "head": echelon.split()})
     """
+    if isinstance(marks, str):
+        if marks != "tensor":
+            raise UsageError(f"annotate: '{marks}' is no set of marks; expected 'tensor', or marks by name")
+        from echelon.planner.apply.tensor_marks import annotate_tensor
+
+        annotate_tensor(model, sample=sample)
+        return model
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern, given in marks.items():
         for mark in given if isinstance(given, list | tuple) else [given]:

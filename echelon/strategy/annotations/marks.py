@@ -38,15 +38,21 @@ class Split(Scope):
     gather:   False passes on the local shard as a plain tensor, for modules that compute with the shard; default True
     sequence: True also shards the activations between the split layers of a block along dimension 1; default False
     weights:  relative widths of the shards, for devices of different speed; default equal widths
+    parts:    a fused layer that computes several outputs at once (query, key and value): their number if they are
+              equally wide, or their widths; each of them is sharded by itself
     """
 
     how: How = "auto"
     gather: bool = True
     sequence: bool = False
     weights: tuple[float, ...] | None = None
+    parts: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.weights is None or min(self.weights, default=0) > 0, self, "weights", "numbers above 0")
+        least = min(self.parts, default=0) if isinstance(self.parts, tuple) else self.parts
+        require(least is None or least >= 1, self, "parts", "a number of parts, or their widths")
+        require(self.parts is None or self.how in ("auto", "column"), self, "parts", "left out unless how='column'")
 
     def __str__(self) -> str:
         return f"split({_shown(self)})"

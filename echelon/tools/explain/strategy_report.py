@@ -45,6 +45,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "sync_batch_norm": ("exact", "batch-norm statistics over all replicas, as one process has them"),
     "sync_batch_norm=False": ("approximate", "batch-norm statistics of each replica for itself"),
     "reduction.op=sum": ("optimizer", "gradients grow with the number of ranks"),
+    "split": ("exact", "each split layer is computed in parts, whose sums are added in another order"),
+    "stages": ("exact", "the micro-batches of one process, each stage on its own rank"),
     "auto": ("exact", "the quickest plan that fits is found, with the first batch; see 'echelon plan'"),
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from echelon.base.config import build
 from echelon.base.errors import UsageError
-from echelon.plan.axes import find_axes
+from echelon.plan.axes import find_axes, requested_slice
 from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.profiling.profile import Profile
 from echelon.strategy import Shard, Strategy
@@ -119,7 +119,8 @@ def _fewest(strategy: Strategy, marks: ModelMarks | None, slices: Slices | None)
         return copies
     if slices is not None and slices.specific is not None:
         return sum(map(len, slices.specific))
-    size = slices.slice_size(1) if slices is not None and not slices.row else None
+    size = requested_slice(strategy.split, marks.stages, marks.pipeline)
+    size = size or (slices.slice_size(1) if slices is not None and not slices.row else None)
     for ranks in [size] if size else range(2, MOST + 1):
         with contextlib.suppress(UsageError):
             if len(find_axes(marks.stages, marks.pipeline, bool(marks.splits), size, ranks)) > 1:
