@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from echelon.base.console import say
 from echelon.base.environment import REQUEUE
+from echelon.base.errors import PeerLost
 from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure, first_cause, read_record
 from echelon.launcher.graceful_stop import GracefulStopMarkers, request_graceful_stop
@@ -35,6 +36,10 @@ GRACE, NO_GRACE = 5, 1
 LOOK, ASK = 0.1, 0.5
 #: Seconds to wait for the host that stopped its ranks to announce it, when this host's ranks left with them.
 WORD_OF_LEAVING = 3.0
+
+
+def stopped_host(host: str, number: signal.Signals) -> Failure:
+    return host_failure(host, f"was stopped by {number.name}", -number)
 
 
 class JobFailed(Exception):
@@ -120,6 +125,9 @@ class HostAgent(LocalElasticAgent):
                 self._end(outcome)
             except RoundEnded as end:
                 outcome = end.outcome
+            except SignalException as stop:
+                self._tell_others(stop)
+                raise
             if not outcome.again:
                 raise JobFailed(outcome.failure)
             if self._succeeded:
@@ -194,6 +202,12 @@ class HostAgent(LocalElasticAgent):
             raise SignalException(f"stopped by {number.name}", number)
         raise HostPreempted(number, goes_on=outcome.again)
 
+    def _tell_others(self, stop: SignalException) -> None:
+        """Leave the round before its ranks are ended: the others would take their loss for a failure."""
+        if self._launcher_rendezvous.hosts:
+            with contextlib.suppress(PeerLost):
+                self._launcher_rendezvous.leave_rendezvous(stopped_host(self._host, stop.sigval))
+
     def _left_unasked(self, codes: list[int | None]) -> RoundOutcome | None:
         """Decide the round whose ranks left without a request of this host: another host's, or a signal to a rank."""
         now = time.monotonic()
@@ -250,9 +264,7 @@ class HostAgent(LocalElasticAgent):
 
     def _announce(self, outcome: RoundOutcome) -> None:
         if outcome.again and outcome.counted:
-            restart = (
-                f"restart {self._launcher_rendezvous.members.restarts + 1} of {self._worker_group.spec.max_restarts}"
-            )
+            restart = f"restart {self._launcher_rendezvous.restarts + 1} of {self._worker_group.spec.max_restarts}"
             cause = f"{outcome.failure.who} {outcome.failure.how}"
             say(f"restarting all ranks ({restart}) because {cause}")
             self.note("restart", f"restarting all ranks ({restart}) because {cause}", outcome.failure)

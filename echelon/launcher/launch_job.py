@@ -40,7 +40,7 @@ from echelon.base.environment import (
 from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.job_secret import find_token
 from echelon.base.torch_log import ERRORS, log_level
-from echelon.launcher.agent import HostAgent, HostPreempted, JobFailed
+from echelon.launcher.agent import HostAgent, HostPreempted, JobFailed, stopped_host
 from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure
 from echelon.launcher.graceful_stop import GracefulStopMarkers
@@ -184,11 +184,11 @@ def _run_agent(agent: HostAgent, rendezvous: LauncherRendezvous) -> int:
     except SignalException as stop:
         last_word = f"it was stopped by {stop.sigval.name}"
         agent.note("ended", f"stopped by {stop.sigval.name}")
-        goes_on = _notify_others(rendezvous, f"was stopped by {stop.sigval.name}", -stop.sigval)
+        goes_on = _notify_others(rendezvous, stopped_host(socket.gethostname(), stop.sigval))
         raise
     except EchelonError as error:
         last_word = str(error)
-        _notify_others(rendezvous, f"gave up: {error}", 1)
+        _notify_others(rendezvous, host_failure(socket.gethostname(), f"gave up: {error}", 1))
         raise
     finally:
         with contextlib.suppress(PeerLost):
@@ -258,13 +258,10 @@ def _report(failure: Failure) -> None:
         say(f"its log is {failure.log}{here}")
 
 
-def _notify_others(rendezvous: LauncherRendezvous, why: str, exit_code: int) -> bool:
+def _notify_others(rendezvous: LauncherRendezvous, why: Failure) -> bool:
     """Tell the other hosts that this one leaves; return True if the job continues without it."""
     with contextlib.suppress(PeerLost):
-        return (
-            bool(rendezvous.hosts)
-            and rendezvous.leave_rendezvous(host_failure(socket.gethostname(), why, exit_code)).again
-        )
+        return bool(rendezvous.hosts) and rendezvous.leave_rendezvous(why).again
     return False
 
 

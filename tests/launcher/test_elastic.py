@@ -8,13 +8,13 @@ import socket
 import pytest
 from command import echelon, finish, processes_with, start, until, write
 from harness import free_port
-from torch.distributed import HashStore
 
 from echelon.base import network
 from echelon.launcher.failure import Failure
 from echelon.launcher.rendezvous.handler import LauncherRendezvous
 from echelon.launcher.rendezvous.messages import RendezvousConfig
-from echelon.launcher.rendezvous.participant import RendezvousParticipant, RendezvousStore
+from echelon.launcher.rendezvous.open_rendezvous import HomeStore
+from echelon.launcher.rendezvous.participant import RendezvousParticipant
 
 HERE = socket.gethostname()
 
@@ -257,9 +257,11 @@ def test_what_is_explained_in_one_line_is_not_tried_again(failure, again):
     terms = RendezvousConfig(
         least=1, most=1, elastic=False, procs=1, max_restarts=1, join_timeout=5, last_call=0, host_timeout=5, grace=1
     )
-    meet = [RendezvousStore(HashStore(), "here", serves=True)].pop
     rendezvous = LauncherRendezvous(
-        RendezvousParticipant(meet, terms, name="h", address="127.0.0.1", node_rank=None, extras=dict, say=print), terms
+        RendezvousParticipant(
+            HomeStore(), terms, name="h", address="127.0.0.1", node_rank=None, extras=dict, say=print
+        ),
+        terms,
     )
     rendezvous.next_rendezvous()
     verdict = rendezvous.settle(Failure(0, 1, "h", 1, 1, 0.0, **failure))

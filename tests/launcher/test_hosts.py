@@ -13,6 +13,7 @@ from echelon.base.auth_proxy import serve_store
 from echelon.base.errors import PeerLost, UsageError
 from echelon.base.network import answers
 from echelon.launcher.job import check
+from echelon.launcher.rendezvous import open_rendezvous
 from echelon.launcher.rendezvous.handler import STORE_TIMEOUT
 from echelon.launcher.rendezvous.messages import (
     JoinRequest,
@@ -25,6 +26,7 @@ from echelon.launcher.rendezvous.messages import (
     order_hosts,
 )
 from echelon.launcher.rendezvous.open_rendezvous import MasterEndpoints
+from echelon.launcher.rendezvous.store_client import RoundStore, StoreClient, StoreLost
 from echelon.launcher.run_options import RunOptions
 
 
@@ -141,6 +143,44 @@ def test_launcher_that_just_claimed_the_port_is_waited_for(tmp_path, monkeypatch
     assert not meeting.serves
     meeting.store.set("key", "value")
     assert served[0][0].get("key") == b"value"
+
+
+def test_launcher_alone_at_its_store_finds_the_job(tmp_path, monkeypatch):
+    """A cut link has left it alone: it goes to a later place that answers, to an earlier one if a round runs there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(open_rendezvous, "ELSEWHERE", 1.0)
+    write(tmp_path / "any.py", "")
+    ports = free_port(), free_port()
+    masters = ",".join(f"127.0.0.1:{port}" for port in ports)
+    alone = MasterEndpoints(check(RunOptions("any.py", procs=1, nnodes="2", master=masters)))
+    own = alone()
+    assert own.serves
+    assert not alone.has_moved()
+    later, _ = serve_store("127.0.0.1", ports[1], None, STORE_TIMEOUT)
+    with socket.socket(socket.AF_UNIX) as sign:  # of the launcher there
+        sign.bind(f"\0echelon-rendezvous-{ports[1]}")
+        until(alone.has_moved, "the later place")
+        there = alone()
+    assert (there.serves, there.where) == (False, f"127.0.0.1:{ports[1]}")
+    time.sleep(1.0)
+    assert not alone.has_moved()
+    own.store.set("round", "3")
+    own.store.set("round-3/members", "{}")
+    until(alone.has_moved, "the running round at the earlier place")
+    del later
+
+
+def test_closed_client_ends_the_store_that_it_serves():
+    store, port = serve_store("127.0.0.1", 0, None, STORE_TIMEOUT)
+    client = StoreClient(store, "here", 5.0)
+    board = RoundStore(client, "board/", 5.0)
+    del store
+    board.set("key", "value")
+    assert answers("127.0.0.1", port, timeout=1.0)
+    client.close()
+    until(lambda: not answers("127.0.0.1", port, timeout=1.0), "the end of the store")
+    with pytest.raises(StoreLost):
+        board.get("key")
 
 
 def test_a_port_in_use_is_one_line(tmp_path):

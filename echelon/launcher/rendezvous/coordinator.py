@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 
 from echelon.base.errors import PeerLost, UsageError
@@ -25,6 +25,10 @@ from echelon.launcher.rendezvous.store_client import BEAT, POLL, StoreClient
 SUSPECT = 10 * BEAT
 #: Seconds that a host of the last round may need beyond --grace to end its ranks.
 ENDING = 15.0
+
+
+class JobMoved(Exception):
+    """Another launcher serves the store of this job."""
 
 
 class HostHeartbeats(HeartbeatMonitor):
@@ -50,8 +54,13 @@ class RoundCoordinator:
         self._newest = (0, 0.0)
         self._running = False
 
-    def call(self, round_: int, last: Sequence[RendezvousHost]) -> RoundMembers:
-        """Wait until the round is complete. Hosts of the ``last`` round are waited for while they may be alive."""
+    def call(
+        self, round_: int, last: Sequence[RendezvousHost], has_moved: Callable[[], bool] = lambda: False
+    ) -> RoundMembers:
+        """Wait until the round is complete. Hosts of the ``last`` round are waited for while they may be alive.
+
+        has_moved: called while hosts are lacking; raise ``JobMoved`` if it returns True
+        """
         self._running = bool(last)
         notice = WaitNotice("this launcher", self._config.join_timeout, component="launcher", say=say_wait)
         began, most_here = time.monotonic(), 0
@@ -70,6 +79,8 @@ class RoundCoordinator:
                     return self._line_up(here)
             if not awaited and now - began > self._config.join_timeout:
                 raise self._too_few([arrival.host for arrival in here])
+            if not awaited and len(here) < self._config.least and has_moved():
+                raise JobMoved
             notice.look(self._lacking([arrival.host for arrival in here]))
             time.sleep(POLL)
 

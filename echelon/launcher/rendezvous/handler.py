@@ -96,6 +96,11 @@ class LauncherRendezvous(RendezvousHandler):
         return self.members.hosts
 
     @property
+    def restarts(self) -> int:
+        """The restarts of the whole job, as far as this host knows."""
+        return self._participant.restarts
+
+    @property
     def node_rank(self) -> int:
         place = self.members.place_of(self._participant.token)
         assert place is not None
@@ -139,8 +144,9 @@ class LauncherRendezvous(RendezvousHandler):
 
     def ended(self) -> None:
         """Announce that the ranks of this host have ended."""
-        if self.hosts:
-            self._client.set(self._key(f"ended/{self.node_rank}"), "1")
+        # A host that was given up and is back at another store has no place among the last hosts that it knows
+        if (place := self.members.place_of(self._participant.token)) is not None:
+            self._client.set(self._key(f"ended/{place}"), "1")
 
     def wait_for_other_hosts(self, seconds: float) -> None:
         """Keep the ranks' store, if this host serves it, until the ranks of the other hosts have saved and ended."""

@@ -16,15 +16,17 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from echelon.base import network
 from echelon.base.auth_proxy import local_store_endpoint, serve_store
 from echelon.base.environment import AGENT_STORE, LOOPBACK
-from echelon.base.errors import PeerLost, UsageError
+from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.job_secret import find_token
 from echelon.base.wait_notice import Say, WaitNotice, say_wait
 from echelon.launcher.job import Job
 from echelon.launcher.rendezvous.handler import STORE_TIMEOUT, LauncherRendezvous
 from echelon.launcher.rendezvous.messages import RendezvousConfig
 from echelon.launcher.rendezvous.participant import RendezvousParticipant, RendezvousStore
-from echelon.launcher.rendezvous.store_client import POLL
+from echelon.launcher.rendezvous.store_client import POLL, StoreClient
 
+#: Seconds between two looks at the other endpoints by a launcher that lacks hosts, and for each.
+ELSEWHERE = 2.0
 #: Sockets by port; they stay open until the process ends.
 _signs: dict[int, socket.socket] = {}
 
@@ -76,7 +78,7 @@ def open_rendezvous(
         host_timeout=job.options.host_timeout,
         grace=job.options.grace,
     )
-    meet = _at_home if job.nnodes == 1 else MasterEndpoints(job)
+    meet = HomeStore() if job.nnodes == 1 else MasterEndpoints(job)
     name = socket.gethostname()
     participant = RendezvousParticipant(
         meet, config, name=name, address=address, node_rank=job.options.node_rank, extras=extras, say=say
@@ -84,8 +86,14 @@ def open_rendezvous(
     return LauncherRendezvous(participant, config)
 
 
-def _at_home() -> RendezvousStore:
-    return RendezvousStore(HashStore(), "this host", serves=True)
+class HomeStore:
+    """The store of a job on one host, in memory."""
+
+    def __call__(self) -> RendezvousStore:
+        return RendezvousStore(HashStore(), "this host", serves=True)
+
+    def has_moved(self) -> bool:
+        return False
 
 
 class MasterEndpoints:
@@ -95,9 +103,14 @@ class MasterEndpoints:
         self._job, self._places = job, job.masters
         self._token = find_token()
         self._at = -1
+        self._moved_to: int | None = None
+        self._looked = 0.0
 
     def __call__(self) -> RendezvousStore:
-        self._at = self._next() if self._at >= 0 else self._first()
+        if self._moved_to is not None:
+            self._at, self._moved_to = self._moved_to, None
+        else:
+            self._at = self._next() if self._at >= 0 else self._first()
         place = self._places[self._at]
         store, serves = self._open_store(*place)
         return RendezvousStore(store, network.endpoint(*place), serves, len(self._places) - 1)
@@ -130,6 +143,33 @@ class MasterEndpoints:
                 time.sleep(POLL)
         raise PeerLost("no address of --master answers any more; look at the consoles of the other hosts")
 
+    def has_moved(self) -> bool:
+        """Return True if a launcher serves the job at another endpoint: a cut link may have left this host alone.
+
+        Of two launchers that lack hosts the one at the later endpoint stays. So a launcher goes to a later one that
+        answers, and to an earlier one only if a round is running there.
+        """
+        if time.monotonic() - self._looked < ELSEWHERE:
+            return False
+        others = (at for at in reversed(range(len(self._places))) if at != self._at and self._answers(at))
+        self._moved_to = next((at for at in others if self._has_job(at)), None)
+        self._looked = time.monotonic()
+        return self._moved_to is not None
+
+    def _has_job(self, at: int) -> bool:
+        """Return True if the launcher at this endpoint answers and is at a later one, or has a running round."""
+        where = network.endpoint(*self._places[at])
+        with contextlib.suppress(EchelonError):  # a store that is lost, or another program's
+            store = self._connect(*self._places[at], time.monotonic() + ELSEWHERE)
+            client = StoreClient(store, where, ELSEWHERE)
+            try:
+                number = client.find("round")
+                is_running = number is not None and client.check(f"round-{number.decode()}/members")
+                return at > self._at or (is_running and not client.check("moved"))
+            finally:
+                client.close()
+        return False
+
     def _answers(self, at: int) -> bool:
         address, port = self._places[at]
         return network.answers(address, port, timeout=1.0)
@@ -159,13 +199,17 @@ class MasterEndpoints:
         return store
 
     def _reach(self, address: str, port: int) -> Store:
-        """Wait for the serving host. A thread connects: torch's own wait is neither bounded nor interruptible."""
+        """Wait for the serving host."""
         deadline, notice = time.monotonic() + self._job.options.join_timeout, self._notice()
         while not network.answers(address, port, timeout=1.0):
             if time.monotonic() > deadline:
                 raise self._unreachable((address, port))
             notice.look(self._silent(address, port))
             time.sleep(POLL)
+        return self._connect(address, port, deadline)
+
+    def _connect(self, address: str, port: int, deadline: float) -> Store:
+        """Return the store that answers there. A thread connects: torch's own wait is not bounded or interruptible."""
         way, result = local_store_endpoint(address, port, self._token), list[Store]()
         caller = threading.Thread(target=_call, args=(*way, result), daemon=True)
         foreign = f"the launcher at --master {address}:{port}; the program that listens there does not answer as one"

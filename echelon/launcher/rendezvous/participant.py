@@ -8,13 +8,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from echelon.base import network
 from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.wait_notice import WaitNotice, say_wait
-from echelon.launcher.rendezvous.coordinator import SUSPECT, RoundCoordinator, as_refusal
+from echelon.launcher.rendezvous.coordinator import SUSPECT, JobMoved, RoundCoordinator, as_refusal
 from echelon.launcher.rendezvous.messages import (
     JoinRequest,
     RendezvousConfig,
@@ -42,16 +43,26 @@ class RendezvousStore:
     fallbacks: int = 0
 
 
+class MeetingPlace(Protocol):
+    """Opens the store; each further call opens it at the next endpoint of --master."""
+
+    def __call__(self) -> RendezvousStore: ...
+
+    def has_moved(self) -> bool:
+        """Return True if the job is at another endpoint, which the next call opens."""
+        ...
+
+
 class RendezvousParticipant:
     """One launcher at the rendezvous.
 
-    meet:    opens the store; each further call opens it at the next endpoint of --master
+    meet:    opens the store
     extras:  returns the values of plugins for ``RendezvousHost.extras``
     """
 
     def __init__(
         self,
-        meet: Callable[[], RendezvousStore],
+        meet: MeetingPlace,
         config: RendezvousConfig,
         *,
         name: str,
@@ -80,11 +91,16 @@ class RendezvousParticipant:
 
     def come(self) -> RoundMembers:
         """Wait until the next round is complete and includes this host."""
-        if self._moving:
-            self._open()
-        elif self._given_up():
-            self._enter()
-        self.members = self._form_round() if self.coordinator else self._await_round()
+        while True:
+            if self._moving:
+                self._open()
+            elif self._given_up():
+                self._enter()
+            try:
+                self.members = self._form_round() if self.coordinator else self._await_round()
+                break
+            except JobMoved:
+                self._moving = True
         self._past = self.members.place_of(self.token), self.members.number, self.members.restarts
         return self.members
 
@@ -143,9 +159,12 @@ class RendezvousParticipant:
         self._enter()
 
     def _enter(self) -> None:
-        """Register at this store with a token that has not been given up; the old token is kept if possible."""
+        """Register at this store with a token that has not been given up; the old token is kept if possible.
+
+        At a store that this host has left and comes back to, the old token may still have a place in a running round.
+        """
         token = self.token
-        if not token or self.client.check(f"gone/{token}"):
+        if not token or self._given_up() or self.client.check(f"ready/{token}"):
             token = uuid.uuid4().hex
             self._past = (None, *self._past[1:])
         self._host = dataclasses.replace(self._host, token=token)
@@ -164,7 +183,7 @@ class RendezvousParticipant:
         self.client.set("round", str(self.round))
         self._arrive(self.round)
         try:
-            members = self.coordinator.call(self.round, self.members.hosts)
+            members = self.coordinator.call(self.round, self.members.hosts, self._meet.has_moved)
         except StoreLost:
             raise
         except EchelonError as error:

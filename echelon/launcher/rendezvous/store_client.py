@@ -31,15 +31,15 @@ class StoreLost(PeerLost, RuntimeError):
 
 @dataclass
 class _StoreCall:
-    call: Callable[..., Any]
-    args: tuple[object, ...]
+    call: Callable[[Store], Any]
+    store: Store
     answered: threading.Event = field(default_factory=threading.Event)
     answer: Any = None
     error: Exception | None = None
 
     def put(self) -> None:
         try:
-            self.answer = self.call(*self.args)
+            self.answer = self.call(self.store)
         except Exception as error:
             self.error = error
         self.answered.set()
@@ -51,42 +51,42 @@ class StoreClient:
         self._questions: queue.SimpleQueue[_StoreCall | None] = queue.SimpleQueue()
         self._is_lost = False
         self._pulse = ""
-        threading.Thread(target=self._serve, daemon=True, name="line").start()
+        threading.Thread(target=self._serve, args=(store,), daemon=True, name="line").start()
 
     def beat_as(self, token: str) -> None:
         """Send heartbeats for ``token`` from now on."""
         self._pulse = f"beat/{token}"
 
     def close(self) -> None:
+        """Let go of the store; one that this process serves ends, even if a plugin still has this client."""
+        self._is_lost = True
         self._questions.put(None)
+        del self._store
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(self._store.set, key, value)
+        self._ask(lambda store: store.set(key, value))  # type: ignore[arg-type]  # torch takes bytes, too
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(self._store.add, key, amount))
+        return int(self._ask(lambda store: store.add(key, amount)))
 
     def check(self, *keys: str) -> bool:
         """Return True if all keys exist."""
-        return bool(self._ask(self._store.check, list(keys)))
+        return bool(self._ask(lambda store: store.check(list(keys))))
 
     def find(self, key: str) -> bytes | None:
         """Return the key's value, or ``None`` at once: the store's own ``get`` would wait for it."""
-        return self._ask(self._find, key)
+        return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return bytes(self._ask(self._store.compare_set, key, expected, value))
+        return bytes(self._ask(lambda store: store.compare_set(key, expected, value)))
 
     def delete(self, key: str) -> bool:
-        return bool(self._ask(self._store.delete_key, key))
+        return bool(self._ask(lambda store: store.delete_key(key)))
 
-    def _find(self, key: str) -> bytes | None:
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
-
-    def _ask(self, call: Callable[..., T], *args: object) -> T:
+    def _ask(self, call: Callable[[Store], T]) -> T:
         if self._is_lost:
             raise self._lost()
-        question = _StoreCall(call, args)
+        question = _StoreCall(call, self._store)
         self._questions.put(question)
         if not question.answered.wait(self._patience) or isinstance(question.error, RuntimeError):
             self._is_lost = True
@@ -99,12 +99,15 @@ class StoreClient:
     def _lost(self) -> StoreLost:
         return StoreLost(f"the launcher at {self.where} no longer answers; look at its console")
 
-    def _serve(self) -> None:
+    def _beat(self, store: Store) -> None:
+        store.add(self._pulse, 1)
+
+    def _serve(self, store: Store) -> None:
         beaten = 0.0
         while True:
             if self._pulse and not self._is_lost and time.monotonic() - beaten >= BEAT:
                 beaten = time.monotonic()
-                beat = _StoreCall(self._store.add, (self._pulse, 1))
+                beat = _StoreCall(self._beat, store)
                 beat.put()
                 self._is_lost = self._is_lost or beat.error is not None
             try:
