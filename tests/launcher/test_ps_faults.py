@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forked
 from harness import script
-from ps_faults import BATCH, SERVERS, TRAIN, WORKERS, faults, job
+from ps_faults import BATCH, SERVERS, TRAIN, WORKERS, faults, job, warm
 from serving import served
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def warm(words: list[str], directory: Path) -> Forked:
-    """With servers and workers that need no fresh start, neither the first nor those that take their places."""
-    return Forked(words, cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"}, warm=True)
 
 
 def undisturbed(mode: str, directory: Path, steps: int = 60) -> dict[str, Any]:
