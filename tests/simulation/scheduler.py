@@ -45,6 +45,10 @@ class SimulatedProcess:
         self.ending: object = None
         self.module_globals: dict[tuple[Any, str], Any] = {}
         self.environment: dict[str, str] = {}
+        self.main: Task | None = None  #: the task that handles signals
+        self.signals: list[int] = []  #: those that have come and are not handled yet
+        self.holds_signals = False
+        self.on_signal: Callable[[int], None] = lambda number: None
 
     def __repr__(self) -> str:
         return self.name
@@ -58,7 +62,7 @@ class Task:
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
         self.epoch = 0  #: counts the waits, so that a timer or a queue of an earlier wait is recognized
-        self.woken = self.blocked = self.done = False
+        self.woken = self.blocked = self.done = self.interrupted = False
         self.joining: list[tuple[Task, int]] = []
         self.thread: Any = None
         self.ident = 0
@@ -118,6 +122,13 @@ class Scheduler:
             if task.blocked:
                 self._rouse(task, task.epoch)
 
+    def signal(self, process: SimulatedProcess, number: int) -> None:
+        """Let the process's main task handle a signal, at once even if it waits."""
+        process.signals.append(number)
+        if process.main is not None and process.main.blocked and not process.holds_signals:
+            process.main.interrupted = True
+            self._rouse(process.main, process.main.epoch)
+
     # ---- scheduling points ----
 
     def pause(self) -> None:
@@ -130,15 +141,17 @@ class Scheduler:
     def block(self, queue: list[tuple[Task, int]] | None = None, timeout: float | None = None) -> bool:
         """Wait until another task wakes this one from ``queue``; return False if the time was up first."""
         self._check_alive()
-        task = self.current
-        task.epoch += 1
-        task.woken, task.blocked = False, True
-        if queue is not None:
-            queue.append((task, task.epoch))
-        if timeout is not None:
-            heapq.heappush(self._timers, (self.now + max(0.0, timeout), next(self._numbers), task, task.epoch))
-        self._switch()
-        return task.woken
+        task, until = self.current, None if timeout is None else self.now + max(0.0, timeout)
+        while True:
+            task.epoch += 1
+            task.woken, task.blocked, task.interrupted = False, True, False
+            if queue is not None:
+                queue.append((task, task.epoch))
+            if until is not None:
+                heapq.heappush(self._timers, (until, next(self._numbers), task, task.epoch))
+            self._switch()
+            if not task.interrupted:  # else the signal's handler has returned, and the wait goes on
+                return task.woken
 
     def sleep(self, seconds: float) -> None:
         self.block(timeout=seconds)
@@ -206,8 +219,12 @@ class Scheduler:
 
     def _check_alive(self) -> None:
         process = self.current.process
-        if process is not None and process.dead:
+        if process is None:
+            return
+        if process.dead:
             raise Killed
+        if process.signals and process.main is self.current and not process.holds_signals:
+            process.on_signal(process.signals.pop(0))
 
     def stacks(self, processes: list[SimulatedProcess]) -> list[str]:
         """Return the innermost calls of every task, to see what it waits for."""

@@ -32,3 +32,33 @@ FOUND_BY = {
     "two states of a worker kept": 5,
     "lost state not named to a worker": 7,
 }
+
+#: The same for launchers.
+LAUNCHER_KEPT = {
+    142: "a launcher ended with a traceback when it lost a second store before it had a place in a round",
+    193: "two losses of a store before the next round were both called restart 2",
+    262: "a host that came back to a store took its old place in a round that had ended for it",
+    334: "a host stopped by Ctrl-C ended its ranks before it told the others, who counted a restart",
+    345: "a launcher that came back while the others were away waited alone at its own store",
+    621: "two launchers that lacked hosts went to each other's stores",
+}
+LAUNCHER_FOUND_BY = {
+    "restarts not counted": 5,
+    "one restart too many": 3,
+    "explained failure tried again": 0,
+    "every host with an outcome of its own": 0,
+    "lost host not noticed": 0,
+    "newcomers not noticed": 38,
+    "lost peer taken for a failure": 38,
+    "secondary failure named": 0,
+    "ranks of a lost round not ended": 0,
+    "done when the own ranks are done": 18,
+    "number of the round not counted": 6,
+    "more hosts than asked for": 1,
+    "spare not told that the job is over": 1,
+    "exit code 1 for every failure": 3,
+    "ranks ended before the others know": 907,
+    "lone launcher waits at its own store": 1,
+    "old token at a store come back to": 77,
+    "place sought in a round without this host": 58,
+}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from mutants import MUTANTS, find
+from mutants import MUTANTS
+from mutation import find
 from seeds import FOUND_BY, KEPT
 from server_life import LifeResult, live, simulated_servers
 
@@ -45,4 +46,4 @@ def test_seed_replays_a_life_to_the_last_step() -> None:
 @pytest.mark.parametrize("name", FOUND_BY)
 def test_life_finds_a_bug_of_one_line(name: str) -> None:
     """Find a mutant by its kept seed; after a change of the simulation another one may be needed."""
-    assert find(MUTANTS[name], iter([FOUND_BY[name], *range(20)])) is not None
+    assert find(MUTANTS[name], iter([FOUND_BY[name], *range(20)]), live) is not None
