@@ -28,3 +28,13 @@ def rank_groups(mesh: Mapping[str, int], order: Sequence[int], axes: Sequence[st
         fixed = tuple(at for axis, at in zip(AXES, where, strict=True) if axis not in axes)
         groups.setdefault(fixed, []).append(rank)
     return list(groups.values())
+
+
+def parts_of_axis(lines: Sequence[Sequence[int]], size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the groups of ``size`` consecutive ranks along an axis, and the groups across them.
+
+    lines: the groups of ranks along the axis, each in mesh order
+    """
+    inside = [list(line[begin : begin + size]) for line in lines for begin in range(0, len(line), size)]
+    across = [list(line[place::size]) for line in lines for place in range(size)]
+    return inside, across

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from echelon.base.mesh import AXES, coordinates, rank_groups
+from echelon.base.mesh import AXES, coordinates, parts_of_axis, rank_groups
 from echelon.distributed.process_groups import ProcessGroups
 
 
@@ -55,6 +55,18 @@ class MeshGroups:
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return a new group along these axes, with its own connections."""
         return None if self.size(*axes) == 1 else self._own_group(rank_groups(self._mesh, self._order, axes))
+
+    def inside(self, axis: str, size: int) -> dist.ProcessGroup | None:
+        """Return a new group of this rank's part of an axis, ``size`` consecutive ranks; None if it is alone."""
+        if size == 1:
+            return None
+        return self._own_group(parts_of_axis(rank_groups(self._mesh, self._order, (axis,)), size)[0])
+
+    def across(self, axis: str, size: int) -> dist.ProcessGroup | None:
+        """Return a new group of the ranks with this rank's place in the parts of an axis; None for one part."""
+        if size == self.size(axis):
+            return None
+        return self._own_group(parts_of_axis(rank_groups(self._mesh, self._order, (axis,)), size)[1])
 
     def among(self, places: Sequence[int]) -> dist.ProcessGroup | None:
         """Return a new group of the ranks at these positions of the stage axis; ``None`` on other ranks."""

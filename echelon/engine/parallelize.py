@@ -133,7 +133,7 @@ def parallelize(
     )
     peers = make_dgc_groups(plan, world, checker.groups) if plan.dgc else None
     optimizers = replace_optimizers(plan, given, held, peers)
-    add_up_norms(optimizers, local_state, set(applied.layouts), set(shards.layouts) if shards else set(), grid)
+    _add_up_norms(optimizers, local_state, applied, shards, grid)
     scaler = LossScaler(plan.amp)
     local: LocalSgdAverager | None = None
     if plan.local:
@@ -159,6 +159,13 @@ def parallelize(
     return ParallelModel(
         plan, local_state, optimizers, gradients, scaler, census, local, staged, shards, group, remarks, cut
     )
+
+
+def _add_up_norms(
+    optimizers: Optimizers, local_state: LocalState, applied: SplitResult, shards: Shards | None, grid: MeshGroups
+) -> None:
+    sharded, sharing = (set(shards.layouts), shards.exchange.sharing) if shards else (set(), None)
+    add_up_norms(optimizers, local_state, set(applied.layouts), sharded, grid, sharing)
 
 
 def _record(plan: Plan, marks: ModelMarks, objective: Objective, model: nn.Module, batch: Any) -> StageTrace | None:
@@ -331,17 +338,21 @@ def _shard(
 
     here = [b for b in plan.buckets if grid.coords["stage"] in b.stages]
     buckets = {key: [b.parameters for b in here if b.optimizer == key] for key in given}
+    size, is_grouped = plan.sharing, plan.sharing < grid.size("replicate")
+    sharing = grid.inside("replicate", size) if is_grouped else grid.group("replicate")
     return Shards(
         model,
         parameters,
         {name: applied.layouts.get(name) or Layout(tuple(p.shape)) for name, p in parameters.items()},
         given,
-        grid.group("replicate"),
+        sharing,
         buckets,
         plan.shard.level,
         plan.shard.offload,
         world.device,
-        gathering=grid.new_group("replicate") if world.backend == "nccl" else None,
+        gathering=grid.inside("replicate", size) if world.backend == "nccl" else None,
+        across=grid.across("replicate", size),
+        everyone=grid.group("replicate"),
         shared=params_shared_by_stages(plan, grid),
     )
 
@@ -385,7 +396,10 @@ def _partial_sums(plan: Plan, grid: MeshGroups) -> dict[str, PartialSum]:
 
 
 def _counts(plan: Plan, name: str, grid: MeshGroups, applied: SplitResult, shards: Shards | None) -> bool:
-    first_or_own = grid.coords["replicate"] == 0 if shards is None or name not in shards.counts else shards.counts[name]
+    replica = grid.coords["replicate"]
+    first_or_own = replica == 0
+    if shards is not None and name in shards.counts:
+        first_or_own = replica < plan.sharing and shards.counts[name]
     return _leads(plan, name, grid) and first_or_own and (grid.coords["split"] == 0 or name in applied.layouts)
 
 

@@ -55,7 +55,7 @@ def placement(plan: Plan, marks: ModelMarks, ranks_per_host: int, cut: Collectio
 
 
 def _shared(plan: Plan) -> str:
-    parts = plan.mesh.get("replicate", 1)
+    parts = plan.sharing
     if plan.shard is None or parts == 1:
         return ""
     what = {1: "optimizer state ", 2: "gradients and optimizer state ", 3: ""}[plan.shard.level]

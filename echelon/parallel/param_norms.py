@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.collectives import start_small_sum
@@ -19,12 +20,16 @@ def add_up_norms(
     cut: Collection[str],
     sharded: Collection[str],
     grid: MeshGroups,
+    sharing: dist.ProcessGroup | None,
 ) -> None:
-    """Make LARS and LAMB, which need the norms of whole parameters, sum the squares of the parts over ranks."""
+    """Make LARS and LAMB, which need the norms of whole parameters, sum the squares of the parts over ranks.
+
+    sharing: ranks that share the shards of a parameter
+    """
     names = local_state.names
     # A parameter that cannot be cut is whole on all ranks.
     shared_out = {name for name in sharded if not local_state.layouts[name].is_whole}
-    axes = [(cut, grid.group("split")) if cut else None, (shared_out, grid.group("replicate")) if sharded else None]
+    axes = [(cut, grid.group("split")) if cut else None, (shared_out, sharing) if sharded else None]
     groups = [(parts, group) for parts, group in filter(None, axes) if group is not None]
 
     def add_up(parameters: list[Tensor], squares: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from echelon.plan.axes import find_axes, requested_slice
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.plan import Bucket, Parameter, Plan, numel
 from echelon.plan.segments import find_chains, find_segments
+from echelon.plan.shard_groups import resolve_groups
 from echelon.plan.stage_trace import StageTrace
 from echelon.strategy import (
     AdaptiveLocalSgd,
@@ -87,7 +88,7 @@ def make_plan(
         batch_per_split_rank=(bool(marks.replicates) or isinstance(marks.default, Replicate))
         and mesh.get("split", 1) > 1,
         pipeline=marks.pipeline,
-        shard=_shard(strategy.part(Shard), mesh["replicate"]),
+        shard=resolve_groups(strategy.part(Shard), mesh, _order(cluster, mesh, ranks, ranks_per_host), ranks_per_host),
         ranks_per_host=_uniform(ranks, ranks_per_host) if hierarchical else 1,
         communicators=strategy.reduction.communicators,
         reduce_op=strategy.reduction.op,
@@ -143,11 +144,6 @@ def owned_names(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer
     """Return the parameter names of each optimizer. Raises ``UsageError`` for a parameter outside of the model."""
     names = {id(value): name for name, value in model.named_parameters()}
     return {key: _owned_names(key, optimizer, names) for key, optimizer in optimizers.items()}
-
-
-def _shard(requested: Shard | None, replicas: int) -> Shard | None:
-    """Return the shard settings; None for one replica without offload, which has no other replica to shard over."""
-    return requested if requested is not None and (replicas > 1 or requested.offload is not None) else None
 
 
 def _implied(marks: ModelMarks) -> list[str]:

@@ -27,6 +27,7 @@ class Draft:
     schedule:       schedule of the pipeline; None without a pipeline
     recompute:      per stage, True if its units keep only their inputs for backward; () for no recompute
     shard:          sharding level over replicas, 0 to 3
+    within:         number of replicas that share training state; 0 for all of them
     amp:            16-bit dtype of forward and loss; None: no autocast
     comm_dtype:     16-bit dtype in which gradients are sent; None: as they are
     approximate:    gradient exchange that changes the mathematics; only if the user allows it
@@ -48,6 +49,7 @@ class Draft:
     schedule: ScheduleName | None = None
     recompute: tuple[bool, ...] = ()
     shard: int = 0
+    within: int = 0
     amp: Literal["bf16", "fp16"] | None = None
     comm_dtype: Literal["fp16", "bf16"] | None = None
     approximate: Approximation | None = None
@@ -62,6 +64,7 @@ class Draft:
         for name in ("batch", "replicate", "stage", "split", "chunks", "micro_batches"):
             require(getattr(self, name) >= 1, self, name, "1 or more")
         require(0 <= self.shard <= 3, self, "shard", "0, 1, 2 or 3")
+        require(self.within == 0 or self.replicate % self.within == 0, self, "within", "0, or a divisor of replicate")
         require(len(self.cuts) == self.stages - 1, self, "cuts", f"{self.stages - 1} of them for {self.stages} stages")
         require(len(self.recompute) in (0, self.stages), self, "recompute", "one for each stage, or none")
         require(len(self.shares) in (0, self.replicate), self, "shares", "one for each replica, or none")
@@ -69,6 +72,11 @@ class Draft:
     @property
     def stages(self) -> int:
         return self.stage * self.chunks
+
+    @property
+    def sharing(self) -> int:
+        """The number of replicas that share training state: 1 without sharding."""
+        return (self.within or self.replicate) if self.shard else 1
 
     @property
     def ranks(self) -> int:
@@ -93,7 +101,7 @@ class Draft:
             mesh,
             micros + schedule if self.stages > 1 else micros if self.micro_batches > 1 else "",
             "recompute" if recomputed == self.stages else f"recompute in {recomputed} stages" if recomputed else "",
-            f"shard {self.shard}" if self.shard else "",
+            f"shard {self.shard}{f' in groups of {self.within}' if self.within else ''}" if self.shard else "",
             *(
                 word
                 for word in (self.amp, self.comm_dtype and f"{self.comm_dtype}_allreduce", self.approximate)

@@ -154,6 +154,13 @@ class Plan:
         return self.mesh["replicate"] * (self.mesh.get("split", 1) if self.batch_per_split_rank else 1)
 
     @property
+    def sharing(self) -> int:
+        """The number of replicas that share training state: 1 without sharding, fewer than all in groups."""
+        if self.shard is None:
+            return 1
+        return self.shard.within if isinstance(self.shard.within, int) else self.mesh["replicate"]
+
+    @property
     def hash(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 

@@ -233,14 +233,18 @@ class Shard:
     level:   1 shards the optimizer state, 2 also the gradients, 3 also the parameters (default)
     offload: "optimizer" keeps the optimizer state in host memory and steps there; "parameters" (level 3 only) also
              keeps the parameter shards there
+    within:  number of replicas that share the state, or "host" for those of one host; the groups are replicas of each
+             other (HSDP). None (default): all replicas share it
 
     >>> strategy = echelon.Strategy(shard=echelon.Shard(level=2, offload="optimizer"))
     """
 
     level: Literal[1, 2, 3] = 3
     offload: Literal["optimizer", "parameters"] | None = None
+    within: int | Literal["host"] | None = None
 
     def __post_init__(self) -> None:
+        require(not isinstance(self.within, int) or self.within > 1, self, "within", "2 or more replicas, or 'host'")
         fits = self.offload != "parameters" or self.level == 3
         require(fits, self, "offload", "'optimizer', or level=3 as well: lower levels need parameters on the device")
 

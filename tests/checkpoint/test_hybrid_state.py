@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zoo import QUIET
 
 import echelon
-from echelon import Amp, Checkpoint, Lamb, Strategy, pipeline, split, stage
+from echelon import Amp, Checkpoint, Lamb, Shard, Strategy, pipeline, split, stage
 from echelon.base.mesh import rank_groups
 from echelon.checkpoint import Stored, export, find
 from echelon.distributed.world import seed_everything
@@ -81,6 +81,8 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 x dp2": Layout(4, stages=2),
     "dp2 x split2": Layout(4, splits=2),
     "pp2 x split2": Layout(4, stages=2, splits=2),
+    "shard1 in groups": Layout(4, shard=1, within=2),
+    "shard3 in groups": Layout(4, shard=3, within=2),
     "shard3 x split2": Layout(4, splits=2, shard=3),
     "shard3 x pp2": Layout(4, stages=2, shard=3),
     "sequence2": Layout(2, splits=2, sequence=True),
@@ -161,7 +163,7 @@ def make(model: str, layout: Layout, optimizer: str = "adamw", **options: Any) -
     echelon.annotate(net, layout.marks(model))
     made = OPTIMIZERS[optimizer](net.parameters())
     if layout.shard:
-        options["shard"] = layout.shard
+        options["shard"] = Shard(level=layout.shard, within=layout.within)
     within = layout.ranks // max(1, layout.copies // (layout.splits if layout.spread else 1))
     cluster = echelon.cluster(average=within) if layout.splits > 1 else None
     return echelon.distribute(
@@ -462,7 +464,8 @@ def test_replicas_resumed_as_split_halves_draw_same_random(tmp_path: Path) -> No
 
 # ---- optimizers that go by norms of whole parameters; overflows ----
 
-NORMED = ["split 3:1", "spread2", "pp2", "shard1", "shard3", "shard3 on 3", "shard3 x split2", "shard3 x pp2"]
+NORMED = ["split 3:1", "spread2", "pp2", "shard1", "shard3", "shard3 on 3", "shard3 x split2", "shard3 x pp2",
+          "shard3 in groups"]  # fmt: skip
 
 
 def by_norms(layouts: Sequence[str]) -> dict[str, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo import QUIET, ConvNet, token_loss
 
 import echelon
-from echelon import Strategy, pipeline, replicate, split, stage
+from echelon import Shard, Strategy, pipeline, replicate, split, stage
 from echelon.distributed.tensor_layout import shares
 
 STEPS, ROWS, MICRO = 3, 16, 4
@@ -127,7 +127,8 @@ class Layout:
     splits: int = 1
     spread: bool = False
     sequence: bool = False
-    shard: int | None = None
+    shard: Literal[1, 2, 3] | None = None
+    within: int | None = None  # replicas in a group that shards by itself
 
     @property
     def copies(self) -> int:
@@ -183,6 +184,10 @@ LAYOUTS = {
     "shard1 x pp2": Layout(4, stages=2, shard=1),
     "shard2 x pp2": Layout(4, stages=2, shard=2),
     "shard3 x pp2": Layout(4, stages=2, shard=3),
+    "shard1 in groups": Layout(4, shard=1, within=2),
+    "shard2 in groups": Layout(4, shard=2, within=2),
+    "shard3 in groups": Layout(4, shard=3, within=2),
+    "shard3 in groups x split2": Layout(8, splits=2, shard=3, within=2),
     "pp2 x dp2 x split2": Layout(8, stages=2, splits=2),
     "shard3 x pp2 x split2": Layout(8, stages=2, splits=2, shard=3),
 }
@@ -255,7 +260,7 @@ def _train_one(case: Case) -> Trained:
     made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     options = {"fast": False, **OPTIONS[case.option]}  # on a GPU it would compute in bf16
     if layout.shard and not alone:
-        options["shard"] = layout.shard
+        options["shard"] = Shard(level=layout.shard, within=layout.within)
     within = layout.ranks // max(1, layout.copies // (layout.splits if layout.spread else 1))
     cluster = None if alone or layout.splits == 1 else echelon.cluster(average=within)
     engine = echelon.distribute(

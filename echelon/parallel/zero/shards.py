@@ -37,6 +37,8 @@ class Shards:
     offload:    "optimizer", "parameters" or None (default): what is kept in host memory
     device:     device of the parameters; default: that of the first one
     gathering:  second process group of the same ranks, so that all-gathers may overtake reduce-scatters (NCCL)
+    across:     ranks of other groups that hold the same shards (HSDP); default: there is one group
+    everyone:   ranks of all groups; default: ``group``
     small:      size in numbers below which a unit is merged into the whole model's unit
     shared:     names of parameters that other stages have too
     """
@@ -54,13 +56,15 @@ class Shards:
         device: torch.device | None = None,
         *,
         gathering: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
         small: int = SMALL,
         shared: Collection[str] = (),
     ) -> None:
         _check(model, parameters, optimizers, level, offload)
         device = device or next(iter(parameters.values())).device
         self.level, self._parameters, self._optimizers = level, parameters, optimizers
-        self.exchange = ShardCollectives(group, device, gathering)
+        self.exchange = ShardCollectives(group, device, gathering, across, everyone)
         owned = {id(p) for o in optimizers.values() for options in o.param_groups for p in options["params"]}
         chosen = {name: tuple(p.shape) for name, p in parameters.items() if level == 3 or id(p) in owned}
         self._cuts = cut_all(chosen, self.exchange.ranks, shared)

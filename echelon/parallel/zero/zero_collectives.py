@@ -1,5 +1,7 @@
 """The two collectives of ZeRO sharding: reduce-scatter of gradients and all-gather of weights.
 
+Where groups of replicas shard by themselves (HSDP), the lines of a reduce-scatter are then summed across the groups.
+
 On Gloo with CPU tensors both are messages between pairs of ranks, distinguished by tags: their order does not matter,
 and sums are computed in rank order. Otherwise they are collectives, which all ranks must start in the same order.
 """
@@ -28,12 +30,24 @@ class ShardCollectives:
 
     group:     process group of these ranks; ``None`` if there is only one
     gathering: separate process group for weights, so that they may overtake gradients; default: ``group``
+    across:    ranks of other groups that hold the same rows; ``None`` if there is one group
+    everyone:  ranks of all groups; default: ``group``
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, gathering: dist.ProcessGroup | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        gathering: dist.ProcessGroup | None = None,
+        across: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._gathering = group, gathering or group
+        self._group, self._gathering, self._across = group, gathering or group, across
+        self.sharing = group  #: ranks that share the shards
+        self._everyone = everyone or group
+        self._beside: torch.cuda.Stream | None = None
+        if across is not None and device.type == "cuda":
+            self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.ranks = dist.get_world_size(group) if group else 1
         self.me = dist.get_rank(group) if group else 0
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
@@ -52,13 +66,25 @@ class ShardCollectives:
         if self._pairs:
             received = torch.empty_like(matrix)
             swap = start_all_to_all(received, matrix, self._group, tag)
-            return lambda: _added(wait_for(swap, received, wait))
+            return lambda: self._across_groups(_added(wait_for(swap, received, wait)), tag, what)
         if self._gloo:  # Gloo has no reduce-scatter for GPU tensors
-            work = dist.all_reduce(matrix, group=self._group, async_op=True)
+            work = dist.all_reduce(matrix, group=self._everyone, async_op=True)
             return lambda: wait_for(work, matrix, wait)[self.me].clone()  # noqa: PLW0108 - the lambda delays the wait
         line = torch.empty_like(matrix[0])
         work = _reduce_scatter(line, matrix.view(-1), group=self._group, async_op=True)
+        if self._across is not None:  # on a stream of its own, so that backward does not wait for the first sum
+            with torch.cuda.stream(self._beside):
+                work.wait()
+                work = dist.all_reduce(line, group=self._across, async_op=True)
         return lambda: wait_for(work, line, wait)
+
+    def _across_groups(self, line: Tensor, tag: int, what: str) -> Tensor:
+        """Return the sum of the lines of all groups, in the order of groups."""
+        if self._across is None:
+            return line
+        received = line.new_empty((dist.get_world_size(self._across), line.numel()))
+        rows = start_all_gather(received, line, self._across, tag)
+        return _added(wait_for(rows, received, waiting("sum of gradients across groups", what, self._across)))
 
     def gather_lines(self, line: Tensor, tag: int, what: str = "") -> Arrival:
         """Start the all-gather of ``line``, which must not change meanwhile; the result is a matrix of all lines."""

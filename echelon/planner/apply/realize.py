@@ -113,7 +113,7 @@ def _pipeline(draft: Draft) -> Pipeline | None:
 def _strategy(draft: Draft) -> Strategy:
     return Strategy(
         amp=draft.amp,
-        shard=Shard(level=draft.shard) if draft.shard else None,  # type: ignore[arg-type]
+        shard=Shard(level=draft.shard, within=draft.within or None) if draft.shard else None,  # type: ignore[arg-type]
         fp16_allreduce=draft.comm_dtype,
         dgc=Dgc() if draft.approximate == "dgc" else None,
         localsgd=LocalSgd() if draft.approximate == "localsgd" else None,

@@ -30,6 +30,7 @@ def draft_of(plan: Plan, profile: ProfileLike, batch: int | None = None) -> Draf
         schedule=plan.pipeline.schedule if plan.pipeline and mesh.get("stage", 1) > 1 else None,
         recompute=_recompute_of(plan, profile.names, stages),
         shard=plan.shard.level if plan.shard else 0,
+        within=plan.shard.within if plan.shard and isinstance(plan.shard.within, int) else 0,
         amp=plan.amp.dtype if plan.amp else None,
         comm_dtype=plan.comm_dtype,  # type: ignore[arg-type]
         approximate="dgc" if plan.dgc else "localsgd" if plan.local else None,

@@ -414,7 +414,7 @@ class _Replica:
         return total
 
     def _update(self, rank: int) -> float:
-        entries = float(self.on_rank[0, rank]) / (self.draft.replicate if self.draft.shard else 1)
+        entries = float(self.on_rank[0, rank]) / self.draft.sharing
         moved, optimizer = entries * self.costs.update_bytes[self.draft.amp], self.costs.optimizer
         return max(
             moved / (device.bandwidth * device.updates.get(optimizer, device.update))

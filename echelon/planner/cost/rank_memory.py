@@ -166,7 +166,7 @@ class RankMemoryInputs:
     @property
     def sharing(self) -> int:
         """Number of ranks over which state is sharded."""
-        return self.draft.replicate if self.draft.shard else 1
+        return self.draft.sharing
 
     @property
     def reduced(self) -> bool:

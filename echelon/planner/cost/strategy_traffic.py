@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from echelon.base.errors import UsageError
 from echelon.parallel.data.compressor import count_sent_entries as entries_left
 from echelon.parallel.low_memory.formats import BLOCK
 from echelon.parallel.low_memory.state_placement import tensor_bytes
@@ -70,7 +71,7 @@ def sent_bytes_per_step(
             yield "gradients", all_reduced(sizes, job.ranks, wire)
         return
     if shard:
-        yield from _sharded(shard, all_reduced(sizes, job.ranks) / 2, (job.ranks - 1) / job.ranks * frozen, merge)
+        yield from _sharded(shard, sizes, job, frozen, merge)
     elif local:
         yield "weights", all_reduced(sizes, job.ranks, wire) / (merge * usual_k(local))
     elif dgc:
@@ -82,15 +83,31 @@ def sent_bytes_per_step(
         yield "gradients", all_reduced(sizes, job.ranks, wire) / merge
 
 
-def _sharded(shard: Shard, half: float, frozen: float, merge: int) -> Iterator[tuple[str, float]]:
+def sharing_ranks(shard: Shard, job: RankCounts) -> int:
+    """Return the number of ranks that share the state, each of which is a replica here."""
+    if shard.within is None:
+        return job.ranks
+    size = job.ranks_per_host if shard.within == "host" else shard.within
+    if job.ranks % size:
+        raise UsageError(f"Shard(within={shard.within!r}): {job.ranks} ranks cannot form groups of {size}")
+    return size
+
+
+def _sharded(
+    shard: Shard, sizes: Sequence[ParameterSize], job: RankCounts, frozen: float, merge: int
+) -> Iterator[tuple[str, float]]:
     """Yield the traffic of sharding.
 
-    half:   bytes to reduce-scatter or all-gather all trained parameters once
-    frozen: bytes to all-gather all frozen parameters once
+    frozen: bytes of all frozen parameters
     """
-    yield "gradients, scattered", half / (merge if shard.level == 1 else 1)
+    ranks = sharing_ranks(shard, job)
+    half = all_reduced(sizes, ranks) / 2  # bytes to reduce-scatter or all-gather all trained parameters once
+    times = 1 / (merge if shard.level == 1 else 1)
+    yield "gradients, scattered", half * times
+    if ranks < job.ranks:
+        yield "rows of gradients, summed across groups", all_reduced(sizes, job.ranks // ranks) / ranks * times
     if shard.level == WHOLE_LAYER:
-        yield "weights, gathered for forward and for backward", 2 * (half + frozen)
+        yield "weights, gathered for forward and for backward", 2 * (half + (ranks - 1) / ranks * frozen)
     else:
         yield "weights, gathered after the update", half / merge
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from echelon.planner.cost.strategy_traffic import WHOLE_LAYER, RankCounts, local_steps
+from echelon.planner.cost.strategy_traffic import WHOLE_LAYER, RankCounts, local_steps, sharing_ranks
 from echelon.strategy.parts import Amp, Dgc, Lamb, Lars, LocalSgd, LrScaling, ParameterServer, Recompute, Shard
 from echelon.strategy.strategy_table import word
 
@@ -73,8 +73,11 @@ def _unscale(strategy: Strategy, who: str) -> Iterator[Stage]:
 
 
 def _scatter(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
-    what = f"{_op(strategy)} of gradients over {job.ranks} ranks, to each its rows"
-    yield "scatter", f"{what}, while backward still runs"
+    shard = strategy.part(Shard) or Shard()
+    ranks = sharing_ranks(shard, job)
+    what = f"{_op(strategy)} of gradients over {ranks} ranks, to each its rows"
+    groups = f"; the rows are then summed across {job.ranks // ranks} groups" if ranks < job.ranks else ""
+    yield "scatter", f"{what}, while backward still runs{groups}"
 
 
 def _together(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:

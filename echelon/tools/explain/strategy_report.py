@@ -189,10 +189,11 @@ def _sharded(strategy: Strategy, model: nn.Module | None, job: RankCounts) -> It
     if shard is None or job.ranks == 1:
         return
     trained, frozen = sum(size.bytes for size in _sizes(model)), _frozen(model)
+    ranks = strategy_traffic.sharing_ranks(shard, job)
     state = "optimizer state, for each tensor of it (momentum: 1, Adam: 2)"
     rows: list[tuple[str, ...]] = [("shard", "parameters", "gradients", state)]
     for level in range(4):
-        held = strategy_traffic.model_state_bytes(level, trained, frozen, job.ranks, strategy.gradient_merge)
+        held = strategy_traffic.model_state_bytes(level, trained, frozen, ranks, strategy.gradient_merge)
         name = f"level {level}{' *' if level == shard.level else ''}" if level else "without"
         rows.append((name, *(_amount(amount, model) for amount in (held.parameters, held.gradients, held.state))))
     yield from text_table(rows)

@@ -177,7 +177,7 @@ def _options(plan: Plan) -> Iterator[str]:
     elif plan.amp is not None:
         yield f"amp {plan.amp.dtype}{' (by itself, on a GPU)' if plan.fast.bf16 else ''}"
     if plan.shard is not None:
-        yield f"shard {plan.shard.level}"
+        yield f"shard {plan.shard.level}{f' in groups of {plan.sharing}' if plan.shard.within else ''}"
     yield from (name for name in ("lars", "lamb", "dgc") if getattr(plan, name) is not None)
     if plan.local is not None:
         yield "localsgd"

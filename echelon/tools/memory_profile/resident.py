@@ -84,7 +84,7 @@ class ResidentEstimator:
         cuts = self._cuts(plan, replicas[0], own)
         alike: dict[Any, list[MeshGroups]] = {}
         for grid in replicas:
-            parts = {name: cut.part_shape(grid.index("replicate")) for name, cut in cuts.items()}
+            parts = {name: cut.part_shape(grid.index("replicate") % plan.sharing) for name, cut in cuts.items()}
             alike.setdefault(tuple(parts.items()), []).append(grid)
         for parts, grids in alike.items():
             given = dict(self._model.named_parameters())
@@ -100,7 +100,7 @@ class ResidentEstimator:
             return {}
         owned, given = owners(self._optimizers), dict(self._model.named_parameters())
         chosen = {name: shape for name, shape in own.items() if plan.shard.level == 3 or id(given[name]) in owned}
-        return cut_all(chosen, grid.size("replicate"), params_shared_by_stages(plan, grid))
+        return cut_all(chosen, plan.sharing, params_shared_by_stages(plan, grid))
 
     def _held(
         self, plan: Plan, parameter: nn.Parameter, shape: tuple[int, ...], part: tuple[int, ...], stepping: Owners
