@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -20,8 +20,8 @@ def export(
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Write the averaged weights (engine.ema) instead.")] = False,
     layout: Annotated[
-        Literal["file", "hf"],
-        typer.Option("--format", help="hf: a directory that AutoModel.from_pretrained loads; OUT is its path."),
+        str,
+        typer.Option("--format", help="file, or hf: a directory that AutoModel.from_pretrained loads, at OUT."),
     ] = "file",
     config: Annotated[
         str | None, typer.Option(help="With --format hf: directory of the model that the training began from.")
@@ -33,6 +33,8 @@ def export(
 ) -> None:
     """Write a checkpoint's weights, or one of its sparse tables, into one file, or as a directory of a model."""
     require_path(checkpoint, f"no checkpoint at {checkpoint}: there is no such directory; check the path")
+    if layout not in ("file", "hf"):
+        raise UsageError(f"--format {layout}: expected file or hf")
     if layout == "hf":
         _export_directory(checkpoint, out, config, ema, max_shard_size, dtype)
         return

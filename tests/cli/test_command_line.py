@@ -89,6 +89,7 @@ MISTAKES = {
     "explain --model none.py:make": "--model: no file at 'none.py'",
     "export nowhere out.safetensors": "no checkpoint at nowhere: there is no such directory; check the path",
     "export nowhere out.parquet": "no checkpoint at nowhere: there is no such directory; check the path",
+    "export logs out --format onnx": "--format onnx: expected file or hf",
     "timeline nowhere": "'nowhere' does not exist; name the log directory of a run (by default the newest in 'runs')",
     "report nowhere": "'nowhere' does not exist; name the log directory of a run (by default the newest in 'runs')",
     "watch train.py": "'train.py' is a file; name the log directory of a run (by default the newest in 'runs')",

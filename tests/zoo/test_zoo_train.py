@@ -126,7 +126,9 @@ def test_a_run_that_is_over_is_judged_again_and_trains_no_more(tmp_path: Path) -
     assert again["test_loss"] == pytest.approx(first["test_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", [("--stages", "2"), ("--split", "model"), ("--shard", "3"), ("--seed", "0")])
+@pytest.mark.parametrize(
+    "layout", [("--stages", "2"), ("--split", "model"), ("--split", "2"), ("--shard", "3"), ("--seed", "0")]
+)
 def test_layouts_give_the_numbers_of_one_process(
     layout: tuple[str, ...], tmp_path: Path, alone: dict[str, Any]
 ) -> None:

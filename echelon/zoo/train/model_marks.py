@@ -39,13 +39,18 @@ def asked_marks(entry: Model, request: Request) -> dict[str, list[Any]]:
 
 
 def _split(entry: Model, requested: str | None) -> list[tuple[str, list[Any]]]:
-    if requested is None:
+    if requested is None or split_size(requested):
         return []
     if requested != "model":
         return [(pattern.strip(), [split()]) for pattern in requested.split(",")]
     if not entry.split:
         raise UsageError(f"--split model: {entry.name} advises no split; name modules: --split head")
     return [(name, list(own) if isinstance(own, list) else [own]) for name, own in entry.split.items()]
+
+
+def split_size(requested: str | None) -> int | None:
+    """Return the number of ranks in ``--split 2``, or None where it names modules."""
+    return int(requested) if requested is not None and requested.isdigit() else None
 
 
 def _written(marks: Any) -> list[tuple[str, list[Any]]]:

@@ -60,7 +60,7 @@ PARAMETERS: tuple[TrainParameter, ...] = (
         (
             "split",
             None,
-            "modules to split, as patterns: 'head,layers.*.mlp'; 'model': as the model advises",
+            "ranks that share each layer: --split 2; or modules: 'head,layers.*.mlp', 'model': as the model advises",
             str | None,
         ),
         ("marks", None, "marks by module name: 'layers.0-11=stage(0);head=split()', or a mapping in the file", Any),

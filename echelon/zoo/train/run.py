@@ -31,7 +31,7 @@ from echelon.zoo.entry import Request
 from echelon.zoo.tasks import TASKS, loss_of
 from echelon.zoo.train.hooks import Hooks
 from echelon.zoo.train.input import InputWaitTimer
-from echelon.zoo.train.model_marks import mark
+from echelon.zoo.train.model_marks import mark, split_size
 from echelon.zoo.train.optimizers import make_optimizer, make_schedule, stretch
 from echelon.zoo.train.output_dir import forget, output_directory
 from echelon.zoo.train.resolve import DEFAULT, TrainConfig, resolve, with_sizes
@@ -175,6 +175,7 @@ class TrainingRun:
             cluster=echelon.cluster(average=request["average"]) if self.resolved.is_user_set("average") else None,
             checkpoint=self._checkpoint(),
             log=self._log(),
+            sample=self._two_samples() if split_size(request["split"]) else None,  # shows which layers belong together
         )
         context_of(self.engine).record.settings(recorded_settings(self.resolved))
         for line in (*news, *notices, *overruled_decay(self.resolved)):
@@ -194,10 +195,14 @@ class TrainingRun:
         for line in (*resolved_lines(self.resolved, self.directory), f"  data: {self.data.about}"):
             say(line, stdout=True)
         if self.request["print_model_statistics"]:
-            rows = getattr(self.data.train, "padded", self.data.train)  # a packed batch of two is mostly padding
-            batch = next(iter(Loader(rows, batch_size=2, shuffle=False, **self.data.loader)))
-            found = statistics(self.model, batch, make_optimizer(self.model, self.request), self.request["batch_size"])
+            found = statistics(
+                self.model, self._two_samples(), make_optimizer(self.model, self.request), self.request["batch_size"]
+            )
             print(show(found), flush=True)
+
+    def _two_samples(self) -> tuple[Any, ...]:
+        rows = getattr(self.data.train, "padded", self.data.train)  # a packed batch of two is mostly padding
+        return next(iter(Loader(rows, batch_size=2, shuffle=False, **self.data.loader)))
 
     def _checkpoint(self) -> echelon.Checkpoint:
         return self._hooks.checkpoint(dir=str(self.directory / "checkpoints"), keep=self.request["keep_checkpoint_max"])

@@ -11,6 +11,7 @@ import torch
 from echelon.base.environment import PLAN
 from echelon.base.errors import UsageError
 from echelon.strategy import Shard, Strategy
+from echelon.zoo.train.model_marks import split_size
 from echelon.zoo.train.resolve import TrainConfig
 from echelon.zoo.train.unused_parameters import unused_loss_scale
 
@@ -39,6 +40,8 @@ def _values(resolved: TrainConfig) -> dict[str, Any]:
         if "clip" in values:
             raise UsageError("--max_gradient_norm and --clip set the same value; give one of them")
         values["clip"] = resolved["max_gradient_norm"]
+    if size := split_size(resolved["split"]):
+        values["split"] = size
     if not resolved["use_fp16"]:
         values.setdefault("amp", False)  # if unset, bf16 is the default on a GPU
     if resolved.is_user_set("compile"):

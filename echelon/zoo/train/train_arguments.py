@@ -13,7 +13,9 @@ from typing import Any
 from echelon.base.errors import UsageError
 from echelon.strategy import Strategy
 
-STRATEGY_OPTIONS = tuple(field.name for field in dataclasses.fields(Strategy))
+#: Options of the Strategy, without those that ``echelon train`` takes in a form of its own: modules to split, and
+#: stages beside their micro-batches and schedule.
+STRATEGY_OPTIONS = tuple(field.name for field in dataclasses.fields(Strategy) if field.name not in ("split", "stages"))
 
 
 @dataclass
