@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import socket
 import threading
@@ -11,19 +12,19 @@ from collections.abc import Callable
 
 #: Limit of connections without a proof. The proof takes one round trip; hundreds of ranks connect at once.
 STRANGERS = 256
+#: ``know`` is an argument since the first caller can be there before the constructor has returned.
+Serve = Callable[[socket.socket, Callable[[], None]], None]
 _PAUSE = 0.05  # seconds without a free file descriptor
 
 
 class AcceptLoop:
-    """Accepts connections and calls ``serve`` with each in its own thread, which calls ``know`` after the proof.
+    """Accepts connections and calls ``serve(connection, know)`` in a thread for each; after a proof it calls ``know``.
 
     Beyond ``strangers`` connections without a proof, and when file descriptors run out, the one that has waited longest
     is closed: a process that knows the secret would have proven it long before.
     """
 
-    def __init__(
-        self, listener: socket.socket, serve: Callable[[socket.socket], None], name: str, strangers: int = STRANGERS
-    ) -> None:
+    def __init__(self, listener: socket.socket, serve: Serve, name: str, strangers: int = STRANGERS) -> None:
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._listener, self._serve, self._name = listener, serve, name
         self._most = min(strangers, descriptors // 4)  # files of this process need descriptors, too
@@ -32,7 +33,7 @@ class AcceptLoop:
         self._lock, self._closed = threading.Lock(), False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def know(self, caller: socket.socket) -> None:
+    def _know(self, caller: socket.socket) -> None:
         """Mark a connection as one of the job."""
         with self._lock:
             self._strangers.pop(caller, None)
@@ -74,7 +75,7 @@ class AcceptLoop:
 
     def _tend(self, caller: socket.socket) -> None:
         try:
-            self._serve(caller)
+            self._serve(caller, functools.partial(self._know, caller))
         finally:
             self._forget(caller)
 

@@ -71,7 +71,7 @@ class SnapshotServer:
         with self._lock:
             return sum(SnapshotBuffer.size(kept.buffer.room, kept.buffer.nbytes) for kept in self._kept.values())
 
-    def _serve(self, caller: socket.socket) -> None:
+    def _serve(self, caller: socket.socket, know: Callable[[], None]) -> None:
         with contextlib.suppress(
             OSError, HandshakeError, SnapshotProtocolError, ValueError
         ):  # ValueError: the buffer was closed
@@ -79,7 +79,7 @@ class SnapshotServer:
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._key is not None:
                 admit(caller, self._key)
-            self._port.know(caller)
+            know()
             while (message := snapshot_wire.receive(caller)) is not None:
                 self._answer(caller, message)
 

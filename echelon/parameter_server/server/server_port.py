@@ -78,12 +78,12 @@ class ServerPort:
         self._loop.cut()
         return not held
 
-    def _serve(self, caller: socket.socket) -> None:
+    def _serve(self, caller: socket.socket, know: Callable[[], None]) -> None:
         with contextlib.suppress(OSError):
             stream = self._admitted(caller)
             if stream is None:
                 return
-            self._loop.know(caller)
+            know()
             with self._place() as has_room:
                 line = {"ok": True} if has_room else {"error": f"this server has {self._most} streams open already"}
                 message_wire.send(stream, PackedMessage.of(WireMessage(line)))
