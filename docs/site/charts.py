@@ -10,6 +10,8 @@ import html
 import json
 import re
 import runpy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +33,120 @@ WORKLOADS = {
     "gpt2_medium": "GPT-2-medium, 16 x 1024",
 }
 CONTENDERS = {"fabric": "Fabric", "accelerate": "Accelerate", "echelon": "Echelon"}
+COMPRESSED = {
+    "torch DDP": "torch DDP",
+    "Horovod": "Horovod",
+    "torch DDP, fp16 hook": "torch DDP, fp16 hook",
+    "torch DDP, PowerSGD rank 2": "torch DDP, PowerSGD rank 2",
+    "Echelon": "Echelon",
+    "Echelon, fp16_allreduce": "Echelon, 16-bit gradients",
+    "Echelon, localsgd k=8": "Echelon, LocalSGD, k = 8",
+    "Echelon, dgc 99.9 %": "Echelon, DGC 99.9 %",
+}
+HYBRID = {"bert": "BERT-like, 31.5 M", "classes-100k": "100,000 classes"}
+LAYOUTS = {
+    "ddp": "torch DDP",
+    "dp": "Echelon, data parallel",
+    "1f1b": "Echelon, pipeline, 1F1B",
+    "zero-bubble": "Echelon, pipeline, zero-bubble",
+    "split": "Echelon, head split",
+}
+SYSTEMS = {
+    "bound": "bound",
+    "tf": "TensorFlow 2.21, async",
+    "paddle": "Paddle 3.0, async",
+    "torchrec": "TorchRec 1.8, sync",
+    "echelon-sync": "Echelon, sync",
+    "echelon-hybrid": "Echelon, hybrid",
+    "echelon-async": "Echelon, async",
+    "echelon-collective": "Echelon, collective (no servers)",
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a chart: its name, its length and the figure behind it."""
+
+    name: str
+    value: float
+    figure: str
+
+
+@dataclass(frozen=True)
+class BarGroup:
+    """Bars under one title; the longest fills the width if ``full`` is None, else one of length ``full`` does."""
+
+    title: str
+    bars: Sequence[Bar]
+    full: float | None = None
+
+
+def bar_chart(title: str, about: str, groups: Sequence[BarGroup], note: str) -> str:
+    """Draw groups of bars from the left; bars whose names begin with Echelon have its colour."""
+    parts, top, unit = [CHART, f'<text class="soft" x="310" y="14">{html.escape(about)}</text>'], 14, 330
+    for group in groups:
+        full = group.full or max(bar.value for bar in group.bars)
+        parts.append(f'<text class="strong" x="10" y="{top + 22}">{html.escape(group.title)}</text>')
+        for row, bar in enumerate(group.bars):
+            y, kind, width = top + 10 + 17 * row, _kind(bar.name), unit * bar.value / full
+            parts.append(f'<text class="soft end" x="378" y="{y + 11}">{html.escape(bar.name)}</text>')
+            parts.append(f'<rect class="{kind}" x="385" y="{y}" width="{width:.1f}" height="14" rx="2"/>')
+            parts.append(f'<text class="soft" x="{390 + width:.1f}" y="{y + 11}">{html.escape(bar.figure)}</text>')
+        top += 17 * len(group.bars) + 14
+    parts.append(f'<text class="soft" x="10" y="{top + 12}">{html.escape(note)}</text>')
+    return drawing(870, top + 24, title, parts)
+
+
+def _kind(name: str) -> str:
+    return "us" if name.startswith("Echelon") else "them"
 
 
 def speed() -> str:
     """Samples per second of five workloads on one GPU, relative to the best hand-written loop."""
-    parts, top, unit = [CHART], 14, 330
-    parts.append(f'<text class="soft" x="200" y="{top}">relative to the best hand-written loop (1.00)</text>')
+    groups = []
     for entry in json.loads((MEASURED / "gpu.json").read_text()):
         runs = entry["contenders"]
         best = max(runs[name]["per_s"] for name in ("eager", "compiled", "graphs") if name in runs)
-        bars = [("by hand", best), *((CONTENDERS[name], runs[name]["per_s"]) for name in CONTENDERS if name in runs)]
-        parts.append(f'<text class="strong" x="10" y="{top + 22}">{WORKLOADS[entry["workload"]]}</text>')
-        for row, (name, rate) in enumerate(bars):
-            y, kind = top + 10 + 17 * row, "us" if name == "Echelon" else "them"
-            width = unit * rate / best
-            parts.append(f'<text class="soft end" x="268" y="{y + 11}">{name}</text>')
-            parts.append(f'<rect class="{kind}" x="275" y="{y}" width="{width:.1f}" height="14" rx="2"/>')
-            figure = f"{rate / best:.2f} ({rate:,.0f}/s)"
-            parts.append(f'<text class="soft" x="{280 + width:.1f}" y="{y + 11}">{figure}</text>')
-        top += 17 * len(bars) + 14
-    parts.append(f'<text class="soft" x="10" y="{top + 12}">one NVIDIA H200, bf16, torch 2.11; higher is better</text>')
-    return drawing(760, top + 24, "Training speed on one H200", parts)
+        rates = {"by hand": best, **{CONTENDERS[name]: runs[name]["per_s"] for name in CONTENDERS if name in runs}}
+        bars = [Bar(name, rate / best, f"{rate / best:.2f} ({rate:,.0f}/s)") for name, rate in rates.items()]
+        groups.append(BarGroup(WORKLOADS[entry["workload"]], bars, full=1.0))
+    about, note = "relative to the best hand-written loop (1.00)", "one NVIDIA H200, bf16, torch 2.11; higher is better"
+    return bar_chart("Training speed on one H200", about, groups, note)
+
+
+def slow_links() -> str:
+    """Speed on links of 1 Gb/s, relative to torch DDP: compression and local steps, then pipelines and splits."""
+    found = json.loads((MEASURED / "slow_links.json").read_text())["results"]
+    rows = [row for row in found if (row["model"], row["rate"]) == ("vgg", "1gbit") and row["contender"] in COMPRESSED]
+    groups = [
+        BarGroup(
+            f"VGG-like, {hosts} hosts",
+            [
+                Bar(COMPRESSED[row["contender"]], row["times_ddp"], f"{row['times_ddp']:.2f}")
+                for row in rows
+                if row["hosts"] == hosts
+            ],
+        )
+        for hosts in (2, 4)
+    ]
+    hybrid = json.loads((MEASURED / "hybrid.json").read_text())
+    for case in (*hybrid["a"], *hybrid["b"]):
+        runs = [row for row in case["rows"] if row["rate"] == "1gbit" and "ddp" in row["times"]]
+        if runs:
+            title = f"{HYBRID[case['case']]}, {case['hosts']} hosts"
+            bars = [Bar(LAYOUTS[row["contender"]], row["times"]["ddp"], f"{row['times']['ddp']:.2f}") for row in runs]
+            groups.append(BarGroup(title, bars))
+    note = "network namespaces on two cores, links of 1 Gb/s, torch 2.13; higher is better; a scale for each group"
+    return bar_chart("Training speed between hosts with slow links", "relative to torch DDP (1.00)", groups, note)
+
+
+def recommender() -> str:
+    """Examples per second of a click-through model with sparse tables, for each system and mode."""
+    found = {row["contender"]: row["ex_s"] for row in json.loads((MEASURED / "ctr.json").read_text())["contenders"]}
+    bars = [Bar(SYSTEMS[name], found[name], f"{found[name]:,.0f}") for name in SYSTEMS if name in found]
+    about = "examples per second; the bound is the dense network alone, its rows for nothing"
+    note = "26 slots of a million ids, 2 workers (and a server where there is one) on two cores; higher is better"
+    return bar_chart("A click-through model on two cores", about, [BarGroup("click-through model", bars)], note)
 
 
 def kills() -> str:
@@ -130,7 +225,14 @@ def verify() -> str:
     return drawing(720, 38 + 19 * len(lines), "echelon verify: two processes give what one process gives", parts)
 
 
-CHARTS = {"speed": speed, "kills": kills, "levels": levels, "verify": verify}
+CHARTS = {
+    "speed": speed,
+    "slow_links": slow_links,
+    "recommender": recommender,
+    "kills": kills,
+    "levels": levels,
+    "verify": verify,
+}
 
 if __name__ == "__main__":
     for name, draw in CHARTS.items():
