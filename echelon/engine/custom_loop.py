@@ -1,40 +1,68 @@
-"""``OwnLoop``: the engine's calls between ``backward`` and ``update`` that inspect or clip gradients."""
+"""``OwnLoop``: the engine's calls for a user's own loop: ``backward``, ``update``, and what clips gradients between."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from echelon.base.errors import UsageError
 from echelon.engine.collective_calls import collective_call
+from echelon.engine.engine_state import EngineState
+from echelon.engine.forward_backward import StepLoss, refuse_own_loop
 from echelon.engine.local_gradients import clip_values
-from echelon.engine.update import Optimizers, parameters_of
+from echelon.engine.update import Optimizers, UpdateRecord, parameters_of
 from echelon.parallel.clip import clip_gradients
 
-if TYPE_CHECKING:
-    from echelon.engine.forward_backward import ForwardBackward
-    from echelon.engine.parallelize import ParallelModel
-    from echelon.engine.run_context import RunContext
-    from echelon.engine.update import OptimizerUpdate
 
-
-class OwnLoop:
-    """Collective calls on gradients for a user's own loop, exact on replicas, shards and splits."""
-
-    _run: RunContext
-    _parts: ParallelModel
-    _passes: ForwardBackward
-    _updates: OptimizerUpdate
+class OwnLoop(EngineState):
+    """Calls for a user's own loop, exact on replicas, shards and splits."""
 
     if TYPE_CHECKING:
 
-        @property
-        def steps(self) -> int: ...
+        def _update(self, optimizers: Optimizers, step_loss: StepLoss) -> UpdateRecord:
+            """Apply the reduced gradients."""
 
-        def _answer_roll(self, call: str, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> None: ...
+        def _observe(self, update: UpdateRecord) -> Tensor:
+            """Record the update."""
+
+    def backward(self, loss: Tensor, samples: float | None = None) -> None:
+        """Accumulate the gradients of this loss in a user's own loop. They stay local until ``update`` or ``reduce``.
+
+        loss:    mean loss over this rank's batch
+        samples: the same as in ``update``, but known before backward; synchronized batch norm needs it if the batches
+                 of replicas have different sizes
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> engine.update()
+        """
+        refuse_own_loop(self.plan, self._run.backend.pushes)
+        self._nonfinite.check_loop(has_own_loop=True)
+        self._run.schedules.before_pass(self._planned.loaders.epoch)
+        self._passes.add(loss, samples)
+        self._local_gradients.added()
+
+    @collective_call("communicate")
+    def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
+        """Reduce and clip gradients, step the named optimizer (or all), and drop all gradients, in a user's own loop.
+
+        optimizer: name of one of several optimizers; default: all
+        samples:   weight of this rank in the mean, here or in ``backward``: the count that its loss averages over;
+                   default: found from the loss. If it is unknown, all ranks count equally
+
+        >>> engine.backward(loss(engine.model(x), y))
+        >>> engine.update()
+        """
+        chosen = self._updates.chosen(optimizer)
+        self._clock.lap("backward")
+        self._local_gradients.about_to_reduce()
+        with self._run.checker.explained():
+            loss = self._passes.reduce_local(chosen, samples, self.steps)
+            self._clock.lap("communicate")
+            update = self._update(chosen, loss)
+        self._observe(update)
 
     @collective_call("communicate")
     def reduce(self, optimizer: str | None = None, samples: float | None = None) -> None:

@@ -5,29 +5,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.base.errors import LossError, UsageError
 from echelon.base.mesh import AXES
 from echelon.data import Loader
 from echelon.data.torch_loader import LoaderRequest
 from echelon.distributed.activity import activity
-from echelon.distributed.world import World
+from echelon.engine.checkpoint_calls import CheckpointCalls
 from echelon.engine.checkpointing import CheckpointManager
 from echelon.engine.collective_calls import collective_call
 from echelon.engine.custom_loop import OwnLoop
 from echelon.engine.early_calls import NOTHING_EARLY, EarlyCalls
 from echelon.engine.ema import MovingAverage
-from echelon.engine.forward_backward import ForwardBackward, PreparedBatch, StepLoss, refuse_own_loop
+from echelon.engine.forward_backward import ForwardBackward, PreparedBatch, StepLoss
 from echelon.engine.in_memory.checkpointer import MemoryCheckpointer
 from echelon.engine.leftover_batches import run_leftover
 from echelon.engine.loaders import training_request
 from echelon.engine.local_gradients import LocalGradients
-from echelon.engine.lr_schedules import AnyScheduler
 from echelon.engine.nonfinite import NonfiniteSteps
 from echelon.engine.parallelize import parallelize
 from echelon.engine.planned_run import PlannedRun
@@ -38,20 +36,15 @@ from echelon.engine.run_context import RunContext
 from echelon.engine.run_view import RunView
 from echelon.engine.startup_log import announcement, placement
 from echelon.engine.update import OptimizerUpdate, UpdateRecord
-from echelon.engine.whole_model import whole_state
 from echelon.fastpath.fast_path import fast_path, prepare
 from echelon.observability.engine_view import EngineView
 from echelon.parallel.data.batch_norm import stand_in_batch
 from echelon.parallel.evaluate import EvalOutput, Metric, evaluate
 from echelon.parallel.lr_scaling import rate_factor
 from echelon.parallel.objective import as_batch, count_samples
-from echelon.plan import Plan
-
-if TYPE_CHECKING:
-    from echelon.parameter_server.worker.session import ParameterServerSession
 
 
-class Engine(OwnLoop):
+class Engine(OwnLoop, CheckpointCalls):
     """Trains one model; created by ``echelon.distribute``. ``step(*batch)`` is a whole training step for any plan.
 
     >>> engine = echelon.distribute(model, optimizer, loss=loss)
@@ -189,45 +182,9 @@ class Engine(OwnLoop):
             update = self._update(self._parts.optimizers, loss)
         return self._observe(update)
 
-    def backward(self, loss: Tensor, samples: float | None = None) -> None:
-        """Accumulate the gradients of this loss in a user's own loop. They stay local until ``update`` or ``reduce``.
-
-        loss:    mean loss over this rank's batch
-        samples: the same as in ``update``, but known before backward; synchronized batch norm needs it if the batches
-                 of replicas have different sizes
-
-        >>> engine.backward(loss(engine.model(x), y))
-        >>> engine.update()
-        """
-        refuse_own_loop(self.plan, self._run.backend.pushes)
-        self._nonfinite.check_loop(has_own_loop=True)
-        self._run.schedules.before_pass(self._planned.loaders.epoch)
-        self._passes.add(loss, samples)
-        self._local_gradients.added()
-
     def __call__(self, *batch: Any, **named: Any) -> NoReturn:
         """Raise ``UsageError``: other frameworks' engines are called like the model, this one is not."""
         raise UsageError("the engine is not the model; call engine.step(*batch) to train, or engine.model(...)")
-
-    @collective_call("communicate")
-    def update(self, optimizer: str | None = None, samples: float | None = None) -> None:
-        """Reduce and clip gradients, step the named optimizer (or all), and drop all gradients, in a user's own loop.
-
-        optimizer: name of one of several optimizers; default: all
-        samples:   weight of this rank in the mean, here or in ``backward``: the count that its loss averages over;
-                   default: found from the loss. If it is unknown, all ranks count equally
-
-        >>> engine.backward(loss(engine.model(x), y))
-        >>> engine.update()
-        """
-        chosen = self._updates.chosen(optimizer)
-        self._clock.lap("backward")
-        self._local_gradients.about_to_reduce()
-        with self._run.checker.explained():
-            loss = self._passes.reduce_local(chosen, samples, self.steps)
-            self._clock.lap("communicate")
-            update = self._update(chosen, loss)
-        self._observe(update)
 
     @collective_call("evaluate")
     def evaluate(
@@ -290,95 +247,6 @@ class Engine(OwnLoop):
 
     def _open_loader(self, request: LoaderRequest) -> Loader:
         return self._planned.loaders.training(request)
-
-    # ---- checkpoints ----
-
-    @collective_call("save")
-    def save(self, directory: str | Path | None = None, *, wait: bool | None = None) -> Path:
-        """Write a checkpoint of the whole training state and return its path; all ranks call it together.
-
-        directory: directory of the checkpoint; default: that of ``distribute(checkpoint=...)``
-        wait:      True returns when the checkpoint is on disk; default: writes in the background if the settings say so
-
-        >>> path = engine.save("runs/checkpoints", wait=True)
-        """
-        with self._clock.apart("checkpoint"):
-            self._passes.losses.look()
-            self._ema.before_save()
-            own = self._checkpoints.own_state()  # this rank's own weights, before the average is shown
-            with self._replicas.shown():
-                return self._checkpoints.save(directory, self.steps, own, wait)
-
-    @collective_call("communicate")
-    def whole_state(self) -> dict[str, Tensor]:
-        """Return the full state dict of the model, in host memory, on every rank. All ranks call it.
-
-        Under ``split``, a pipeline or ``shard`` the ``model`` of a rank holds only parts of it.
-        """
-        is_sharded = self.plan.is_model_parallel or self.plan.shard is not None
-        with self._run.checker.explained(), self._replicas.shown():
-            return whole_state(self._parts.local_state, self._run.world.control, is_sharded)
-
-    @collective_call("save")
-    def save_adapter(self, directory: str | Path) -> Path:
-        """Write the adapters in PEFT's format, whole from any layout, and return the directory; all ranks call it.
-
-        ``peft.PeftModel.from_pretrained(model, directory)`` and ``Lora(weights=directory)`` read it.
-
-        directory: directory of ``adapter_config.json`` and ``adapter_model.safetensors``
-
-        >>> engine = echelon.distribute(model, optimizer, loss=loss, strategy=echelon.Strategy(lora=8))
-        >>> engine.save_adapter("runs/adapter")
-        """
-        from echelon.engine.adapter_saving import save_adapter
-
-        with self._clock.apart("checkpoint"), self._run.checker.explained(), self._replicas.shown():
-            return save_adapter(self.model, self.plan, self._parts.local_state, self._run.world, Path(directory))
-
-    @collective_call("save")
-    def save_pretrained(
-        self,
-        directory: str | Path,
-        *,
-        max_shard_size: str | float = "5 GB",
-        dtype: torch.dtype | str | None = None,
-    ) -> Path:
-        """Write the model as a directory that ``AutoModel.from_pretrained`` loads; all ranks call it together.
-
-        Safetensors files with an index, config, generation config, and the tokenizer's files from the directory that
-        the model came from. Ranks take turns in writing the files; none holds more than a tensor beyond its part. A
-        former directory of that name stays whole until the new one is complete; its other files are taken over.
-
-        directory:      directory to write
-        max_shard_size: largest size of a file, as bytes or as ``"5 GB"``
-        dtype:          dtype to write floating-point weights in, or its name; default: their own
-
-        >>> path = engine.save_pretrained("runs/tuned", dtype=torch.bfloat16)
-        """
-        from echelon.engine.pretrained_files import save_model_directory
-
-        is_sharded = self.plan.is_model_parallel or self.plan.shard is not None
-        with self._clock.apart("checkpoint"), self._run.checker.explained(), self._replicas.shown():
-            return save_model_directory(
-                directory, self._parts.local_state, self._run.world, is_sharded, max_shard_size, dtype
-            )
-
-    @collective_call("load")
-    def load(self, path: str | Path) -> None:
-        """Load a checkpoint, or the newest one in a directory; any number of processes may have saved it.
-
-        path: a checkpoint, or a directory of checkpoints
-
-        >>> engine.load("runs/checkpoints")
-        """
-        self._ema.refuse("engine.load()")
-        self._run.progress.resume_at(self._restorer.load(path))
-        self._nonfinite.keep()
-
-    def resume(self) -> None:
-        """Resume from in-memory snapshots or from the newest checkpoint of ``distribute(checkpoint=...)``, if any."""
-        self._run.progress.resume_at(self._restorer.newest(self.steps))
-        self._nonfinite.keep()
 
     # ---- ending ----
 
@@ -538,98 +406,6 @@ class Engine(OwnLoop):
         elastic = self._run.elastic
         begun_with = elastic.first_replicas if elastic.rule else None
         return rate_factor(self._parts.plan, step, begun_with) * elastic.factor
-
-    @property
-    def _view(self) -> RunView:
-        return self._own_view
-
-    def _answer_roll(self, call: str, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> None:
-        self._run.checker.answer_roll(call, self._planned.batches, args, named)
-
-    # ---- state ----
-
-    @property
-    def world(self) -> World:
-        """This process: its place in the job, in the mesh, and among the batches of a step."""
-        return self._planned.world
-
-    @property
-    def model(self) -> nn.Module:
-        """The model; under ``split``, a pipeline or ``shard`` a rank holds only parts of it."""
-        return self._run.model
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that every rank runs."""
-        return self._parts.plan
-
-    @property
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
-        """The optimizers that take the steps."""
-        return self._parts.optimizers
-
-    @property
-    def served(self) -> ParameterServerSession | None:
-        """The session with parameter servers; None if neither tables nor parameters live on servers."""
-        return self._run.backend.session
-
-    @property
-    def steps(self) -> int:
-        """Updates so far, including those skipped because of an overflow or a loss that is not finite."""
-        return self._run.progress.steps
-
-    @property
-    def total_steps(self) -> int | None:
-        """The last step of the run if the loop ends before its epochs do; None otherwise. Setting it is optional."""
-        return self._run.progress.total
-
-    @total_steps.setter
-    def total_steps(self, total: int | None) -> None:
-        self._run.progress.end_at(total)
-
-    @property
-    def scheduler(self) -> Sequence[AnyScheduler]:
-        """The schedulers that the engine steps."""
-        return self._run.schedules.all
-
-    @scheduler.setter
-    def scheduler(self, given: AnyScheduler | Sequence[AnyScheduler]) -> None:
-        """Set schedulers after ``distribute`` and before training, if they need the length of the loader."""
-        self._run.schedules.attach_late(given)
-
-    @property
-    def ema(self) -> MovingAverage:
-        """The moving average of the weights, which ``engine.ema(decay=0.999)`` starts."""
-        return self._ema
-
-    @property
-    def output(self) -> Any:
-        """The output of the model in the last ``step(..., outputs=True)``.
-
-        It is None on all stages of a pipeline but the last.
-        """
-        return self._output
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss before backward; 1 without loss scaling."""
-        return self._parts.scaler.scale
-
-    @property
-    def skipped(self) -> int:
-        """The number of steps skipped because of an overflow, or by ``on_nonfinite="skip"``."""
-        return self._parts.scaler.skipped
-
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Write user-defined numbers (``{"perplexity": p}``) to the console, the files and the report.
-
-        Only the numbers of rank 0 are written; on other ranks the call does nothing.
-
-        values: numbers by name
-
-        >>> engine.log({"perplexity": 12.5})
-        """
-        self._run.metrics.log(self.steps, values)
 
 
 def begin(planned: PlannedRun, batch: Any = None, early: EarlyCalls = NOTHING_EARLY) -> Engine | None:
