@@ -61,43 +61,11 @@ class Engine(OwnLoop, CheckpointCalls):
         run, grid = planned.run, planned.grid
         self._run, self._planned = run, planned
         prepare(run.model, planned.plan.fast)
-        self._parts = parts = parallelize(
-            world=run.world,
-            checker=run.checker,
-            grid=grid,
-            model=run.model,
-            objective=planned.objective,
-            given=run.optimizers,
-            initial=run.initial,
-            plan=planned.plan,
-            marks=planned.marks,
-            batches=planned.batches,
-            batch=batch,
-        )
+        self._parts = parts = parallelize(planned, batch)
         self._fast = fast_path(parts.plan, run.model, planned.objective, run.optimizers, self._forward, run.say)
-        buffers = replica_buffers(
-            model=run.model,
-            plan=parts.plan,
-            grid=grid,
-            control=run.world.control,
-            checker=run.checker,
-            say=lambda line: run.say(line, "warning"),
-        )
+        buffers = replica_buffers(run, parts.plan, grid)
         self._clock = run.metrics.clock
-        self._passes = ForwardBackward(
-            world=run.world,
-            grid=grid,
-            parts=parts,
-            objective=planned.objective,
-            fast=self._fast,
-            buffers=buffers,
-            clock=self._clock,
-            rows=planned.rows,
-            say=run.say,
-            forward=self._forward,
-            pushes=run.backend.pushes,
-            batch_text=planned.loaders.batch_text,
-        )
+        self._passes = ForwardBackward(planned, parts, self._fast, buffers, self._forward)
         self._updates = OptimizerUpdate(run, parts)
         self._local_gradients = LocalGradients(parts, self._passes, self._reduce_early, run.say)
         self._replicas = ReplicaSync(run, grid, parts, buffers)

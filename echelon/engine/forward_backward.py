@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,23 +11,20 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError
 from echelon.distributed.activity import activity
-from echelon.distributed.mesh_groups import MeshGroups
-from echelon.distributed.world import World
 from echelon.engine.replica_buffers import ReplicaBuffers
 from echelon.fastpath.fast_path import EagerPass, FastPath, Forward
 from echelon.observability.metrics.finite_loss import FiniteLossCheck
-from echelon.observability.metrics.step_clock import StepClock
-from echelon.parallel.data.batch_rows import BatchRows
 from echelon.parallel.data.global_loss import GlobalLoss, PiggybackSum, PipelineGlobalLoss
 from echelon.parallel.evaluate import EvalOutput, evaluate_batch
 from echelon.parallel.loss.loss_reduction import Count
 from echelon.parallel.loss.loss_weights import EvaluationWeights, LossWeights, MicroBatchWeights, say_once
 from echelon.parallel.loss.own_loop_counts import MEAN_CODE, SUM_CODE, OwnLoopCounts
-from echelon.parallel.objective import Objective, scalar
+from echelon.parallel.objective import scalar
 from echelon.plan import Plan
 
 if TYPE_CHECKING:
     from echelon.engine.parallelize import ParallelModel
+    from echelon.engine.planned_run import PlannedRun
     from echelon.parallel.pipeline.pipeline_runner import MicroBatchRunner, PipelineRunner
 
 
@@ -65,33 +62,26 @@ class ForwardBackward:
 
     buffers: buffers to keep equal on replicas that share every step; None without any
     forward: function from a batch to its loss
-    pushes:  True if gradients are pushed to servers or sparse tables
-    batch_text: returns a function that names the latest batch; None if it is not known
     """
 
     def __init__(
         self,
-        world: World,
-        grid: MeshGroups,
+        planned: PlannedRun,
         parts: ParallelModel,
-        objective: Objective,
         fast: FastPath | None,
         buffers: ReplicaBuffers | None,
-        clock: StepClock,
-        rows: BatchRows,
-        say: Callable[[str], None],
         forward: Forward,
-        pushes: bool,
-        batch_text: Callable[[], Callable[[], str] | None],
     ) -> None:
-        self._batch_text = batch_text
-        self._device, self._objective, self._clock = world.device, objective, clock
+        world, grid, rows = planned.run.world, planned.grid, planned.rows
+        pushes = planned.run.backend.pushes
+        self._batch_text, self._clock = planned.loaders.batch_text, planned.run.metrics.clock
+        self._device, self._objective = world.device, planned.objective
         group = parts.group
         self.losses = FiniteLossCheck(world.rank, world.device.type == "cuda", world.control if group else None)
         self._gradients, self._scaler, self._staged = parts.gradients, parts.scaler, parts.staged
         self._group, self._fast = group, fast
         self.steps_alone = group is None  #: True if each rank has a loss of its own
-        say = say_once(say)
+        say = say_once(planned.run.say)
         op = parts.plan.reduce_op
         self._loss_weights = LossWeights(op, say, can_add=not pushes, is_global=lambda: rows.is_used)
         self._evaluation = EvaluationWeights(op, say, self._loss_weights, lambda: rows.is_used)
@@ -111,11 +101,11 @@ class ForwardBackward:
         self.has_run = False  #: True after a pass of ``engine.step``
         self._early_samples = 1.0  # weight of this rank in the last ``reduce``
         self._rows = rows
-        self.own_counts = OwnLoopCounts(parts.plan.reduce_op, say)  #: sample counts of a loop in user code
-        self._has_agreed = parts.plan.reduce_op != "auto"  # True once all ranks agree whether the loss is a sum
+        self.own_counts = OwnLoopCounts(op, say)  #: sample counts of a loop in user code
+        self._has_agreed = op != "auto"  # True once all ranks agree whether the loss is a sum
         self._replicas, self._merges = parts.plan.replicas, parts.plan.gradient_merge
         # backward of synchronized batch norm sums over replicas
-        self._mixes = bool(parts.plan.sync_batch_norm) and parts.plan.reduce_op != "sum"
+        self._mixes = bool(parts.plan.sync_batch_norm) and op != "sum"
 
     def run(self, batch: PreparedBatch, step: int) -> StepLoss:
         """Run forward and backward; in the last accumulated pass, buckets are reduced while backward runs."""

@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.base.mesh import AXES
-from echelon.construction.deferred_weights import DeferredWeights
 from echelon.distributed.collectives import gather_json
-from echelon.distributed.local_state import LocalState, PartialSum, grouped_names, local_parameters
+from echelon.distributed.local_state import LocalState, grouped_names, local_parameters
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.tensor_layout import Layout
 from echelon.distributed.world import World
 from echelon.engine.collective_calls import check_same_plan
-from echelon.engine.consistency import BatchChecks, ConsistencyChecker
+from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.counted_state import make_census, make_local_state, params_shared_by_stages
 from echelon.engine.replace_optimizers import replace_optimizers
 from echelon.nn.moe import MoE
 from echelon.optim.grad_scaler import LossScaler
@@ -46,6 +45,7 @@ from echelon.strategy.annotations.annotate import ModelMarks
 from echelon.strategy.annotations.marks import within
 
 if TYPE_CHECKING:  # a run imports only the modules that its plan needs
+    from echelon.engine.planned_run import PlannedRun
     from echelon.parallel.pipeline.pipeline_runner import MicroBatchRunner, PipelineRunner
     from echelon.parallel.zero import Shards
     from echelon.plan.stage_trace import StageTrace
@@ -79,86 +79,109 @@ class ParallelModel:
     cut: Collection[str] = ()  # split parameters of all stages
 
 
-def parallelize(
-    world: World,
-    checker: ConsistencyChecker,
-    grid: MeshGroups,
-    model: nn.Module,
-    objective: Objective,
-    given: Optimizers,
-    initial: DeferredWeights,
-    plan: Plan,
-    marks: ModelMarks,
-    batches: BatchChecks,
-    batch: Any,
-) -> ParallelModel:
+def parallelize(planned: PlannedRun, batch: Any) -> ParallelModel:
     """Split, stage and shard the model as the plan says.
 
-    initial: parameters without values, of which this rank makes its part
-    batch:   batch to trace a pipeline's forward pass with
+    batch: batch to trace a pipeline's forward pass with
     """
+    run, grid, plan, model, given = planned.run, planned.grid, planned.plan, planned.run.model, planned.run.optimizers
     names, owned = grouped_names(model, given), owned_names(model, given)
-    stages = _record(plan, marks, objective, model, batch)
+    stages = _record(plan, planned.marks, planned.objective, model, batch)
     _drop_remote_stages(stages, model, given, grid)
     applied = _split(plan, model, stages, grid)
     remarks = check_reach(plan, given, model, applied.layouts)
     _cut_state(model, given, applied)
-    cut: Collection[str] = ()
-    if plan.is_model_parallel:
-        assert world.control is not None
-        known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
-        cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
-        plan = complete(plan, owned, cut=cut, partial=partial, stages=stages)
-        check_same_plan(plan, world.control)
-    _change_modules(world, checker, plan, model, grid)
+    plan, cut = _completed(plan, run.world, owned, applied, stages)
+    _change_modules(run.world, run.checker, plan, model, grid)
     parameters = local_parameters(model)
     carriers = _carriers(plan, grid)
-    if plan.shard is None or plan.shard.level < 3:  # shards of levels 1 and 2 are views of whole parameters
-        initial.fill(applied.layouts)
-    shards = _shard(world, plan, model, parameters, applied, given, grid)
-    if shards is not None and initial:
-        initial.fill_shards(shards.shards, shards.layouts)
-        shards.refresh()
-    held = dict(parameters) | (shards.shards if shards else {})
-    counted = {name for name in held if _counts(plan, name, grid, applied, shards)}
-    local_state = LocalState(
-        model=model,
-        parameters=held,
-        layouts={**applied.layouts, **(shards.layouts if shards else {})},
-        cuts=applied.layouts,
-        groups=names,
-        partial_sums=_partial_sums(plan, grid),
-        counted=frozenset(counted),
-        contributes=frozenset(counted | _spoken_buffers(plan, model, grid)),
-    )
-    peers = make_dgc_groups(plan, world, checker.groups) if plan.dgc else None
-    optimizers = replace_optimizers(plan, given, held, peers)
+    shards = _fill_and_shard(planned, plan, parameters, applied)
+    local_state = make_local_state(plan, model, parameters, names, applied.layouts, shards, grid)
+    peers = make_dgc_groups(plan, run.world, run.checker.groups) if plan.dgc else None
+    optimizers = replace_optimizers(plan, given, local_state.parameters, peers)
     _add_up_norms(optimizers, local_state, applied, shards, grid)
     scaler = LossScaler(plan.amp)
     local: LocalSgdAverager | None = None
     if plan.local:
-        first = carriers[("replicate",)][0]
-        local = LocalSgdAverager(plan, model, optimizers, scaler, first, lambda: checker.answer_sync(batches))
-    census = _census(plan, local_state, grid, alone=local is not None)
-    reducers: dict[str, GradientReducer] = {}
-    sums: list[PartialGradientSum] = [TiedWeights(plan, grid, held)] if plan.stages else []
-    if shards is not None:
-        from echelon.parallel.zero.split_sums import SplitSums
-
-        reducers = {key: shards.reducer(key) for key in optimizers}
-        sums += [SplitSums(plan, shards, grid)] if grid.size("split") > 1 else []
-    elif plan.low_memory is not None:
-        reducers = _updating(plan, optimizers, carriers)
-    elif any(carriers.values()) and local is None:
-        within = peers.within if peers else None
-        reducers = {key: Reducer(plan, key, parameters, carriers, grid.coords["stage"], within) for key in optimizers}
+        first, sync = carriers[("replicate",)][0], lambda: run.checker.answer_sync(planned.batches)
+        local = LocalSgdAverager(plan, model, optimizers, scaler, first, sync)
+    census = make_census(plan, local_state, grid, alone=local is not None)
     group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else [])) if local is None else None
-    gradients = Gradients(plan, parameters, held, optimizers, reducers, scaler, census, sums, group)
-    staged = _staged(world, plan, model, objective, grid)
+    within = peers.within if peers else None
+    reducers = _reducers(plan, optimizers, parameters, shards, {} if local is not None else carriers, grid, within)
+    sums = _gradient_sums(plan, local_state, shards, grid)
+    gradients = Gradients(plan, parameters, local_state.parameters, optimizers, reducers, scaler, census, sums, group)
+    staged = _staged(run.world, plan, model, planned.objective, grid)
     guard_parts(plan, model)
     return ParallelModel(
         plan, local_state, optimizers, gradients, scaler, census, local, staged, shards, group, remarks, cut
     )
+
+
+def _completed(
+    plan: Plan,
+    world: World,
+    owned: Mapping[str, Collection[str]],
+    applied: SplitResult,
+    stages: StageTrace | None,
+) -> tuple[Plan, Collection[str]]:
+    """Return the plan with what splitting and tracing have found on all ranks, and the split parameters of all."""
+    if not plan.is_model_parallel:
+        return plan, ()
+    assert world.control is not None
+    known = gather_json([sorted(applied.layouts), sorted(applied.partial)], world.control)
+    cut, partial = ({name for one in known for name in one[i]} for i in (0, 1))
+    plan = complete(plan, owned, cut=cut, partial=partial, stages=stages)
+    check_same_plan(plan, world.control)
+    return plan, cut
+
+
+def _fill_and_shard(
+    planned: PlannedRun, plan: Plan, parameters: Mapping[str, nn.Parameter], applied: SplitResult
+) -> Shards | None:
+    """Make this rank's part of the weights of a deferred model, and shard the parameters."""
+    run, initial = planned.run, planned.run.initial
+    if plan.shard is None or plan.shard.level < 3:  # shards of levels 1 and 2 are views of whole parameters
+        initial.fill(applied.layouts)
+    shards = _shard(run.world, plan, run.model, parameters, applied, run.optimizers, planned.grid)
+    if shards is not None and initial:
+        initial.fill_shards(shards.shards, shards.layouts)
+        shards.refresh()
+    return shards
+
+
+def _reducers(
+    plan: Plan,
+    optimizers: Optimizers,
+    parameters: Mapping[str, nn.Parameter],
+    shards: Shards | None,
+    carriers: Carriers,
+    grid: MeshGroups,
+    within: dist.ProcessGroup | None,
+) -> dict[str, GradientReducer]:
+    """Return the reducers of each optimizer's gradients; none if there is nothing to reduce.
+
+    within: ranks of this host, for hierarchical DGC
+    """
+    if shards is not None:
+        return {key: shards.reducer(key) for key in optimizers}
+    if plan.low_memory is not None:
+        return _updating(plan, optimizers, carriers)
+    if not any(carriers.values()):
+        return {}
+    return {key: Reducer(plan, key, parameters, carriers, grid.coords["stage"], within) for key in optimizers}
+
+
+def _gradient_sums(
+    plan: Plan, local_state: LocalState, shards: Shards | None, grid: MeshGroups
+) -> list[PartialGradientSum]:
+    """Return the sums over ranks that the reducers do not make."""
+    sums: list[PartialGradientSum] = [TiedWeights(plan, grid, local_state.parameters)] if plan.stages else []
+    if shards is not None and grid.size("split") > 1:
+        from echelon.parallel.zero.split_sums import SplitSums
+
+        sums.append(SplitSums(plan, shards, grid))
+    return sums
 
 
 def _add_up_norms(
@@ -363,59 +386,6 @@ def _updating(plan: Plan, optimizers: Optimizers, carriers: Carriers) -> dict[st
 
     carrier = next(iter(carriers[("replicate",)]), None)
     return {key: updates_in_backward(plan, key, optimizer, carrier) for key, optimizer in optimizers.items()}
-
-
-def params_shared_by_stages(plan: Plan, grid: MeshGroups) -> set[str]:
-    """Return the parameters that several places along the stage axis hold."""
-    holders = plan.stages.holders if plan.stages else {}
-    return {name for name, stages in holders.items() if len({stage % grid.size("stage") for stage in stages}) > 1}
-
-
-def _leads(plan: Plan, name: str, grid: MeshGroups) -> bool:
-    """Return True if this rank's place is the first along the stage axis that holds this parameter."""
-    if plan.stages is None:
-        return True
-    return min(stage % grid.size("stage") for stage in plan.stages.holders[name]) == grid.coords["stage"]
-
-
-def _partial_sums(plan: Plan, grid: MeshGroups) -> dict[str, PartialSum]:
-    """Return the addend of each gradient sum that this rank's backward computes.
-
-    With shard levels 2 and 3 every pass is summed over replicas, so the replicate axis does not count.
-    """
-    summed = plan.shard is not None and plan.shard.level > 1
-    result: dict[str, PartialSum] = {}
-    for bucket in plan.buckets:
-        if grid.coords["stage"] not in bucket.stages:
-            continue
-        axes = [axis for axis in bucket.axes if not (summed and axis == "replicate")]
-        ranks, place = grid.size(*axes), bucket.stages.index(grid.coords["stage"])
-        one = PartialSum(place * ranks + grid.index(*axes), len(bucket.stages) * ranks)
-        result |= dict.fromkeys(bucket.parameters, one)
-    return result
-
-
-def _counts(plan: Plan, name: str, grid: MeshGroups, applied: SplitResult, shards: Shards | None) -> bool:
-    replica = grid.coords["replicate"]
-    first_or_own = replica == 0
-    if shards is not None and name in shards.counts:
-        first_or_own = replica < plan.sharing and shards.counts[name]
-    return _leads(plan, name, grid) and first_or_own and (grid.coords["split"] == 0 or name in applied.layouts)
-
-
-def _spoken_buffers(plan: Plan, model: nn.Module, grid: MeshGroups) -> set[str]:
-    if grid.coords["replicate"] or grid.coords["split"]:
-        return set()
-    return {name for name, _ in model.named_buffers() if plan.stages is None or _leads(plan, name, grid)}
-
-
-def _census(plan: Plan, local_state: LocalState, grid: MeshGroups, alone: bool) -> Census:
-    is_sharded = plan.is_model_parallel or plan.shard is not None
-    everyone = grid.group(*AXES)
-    counted = {id(local_state.parameters[name]) for name in local_state.counted}
-    return Census(
-        counted, everyone if is_sharded else None, everyone if (is_sharded or plan.dgc) and not alone else None
-    )
 
 
 def _staged(

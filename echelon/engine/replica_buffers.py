@@ -20,7 +20,7 @@ from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import all_gather, gather_json
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.replicas import flatten, unflatten_into
-from echelon.engine.consistency import ConsistencyChecker
+from echelon.engine.run_context import RunContext
 from echelon.plan import Plan
 from echelon.plan.batch_norms import batch_norm_names
 from echelon.plan.fake_forward import is_placeholder
@@ -49,20 +49,13 @@ class _Place(NamedTuple):
         return result
 
 
-def replica_buffers(
-    model: nn.Module,
-    plan: Plan,
-    grid: MeshGroups,
-    control: dist.ProcessGroup | None,
-    checker: ConsistencyChecker,
-    say: Say,
-) -> ReplicaBuffers | None:
+def replica_buffers(run: RunContext, plan: Plan, grid: MeshGroups) -> ReplicaBuffers | None:
     """Return the object that keeps buffers equal; None if there are no buffers or no replicas that share every step."""
-    group = grid.group(*plan.data_axes)
+    group, control, model = grid.group(*plan.data_axes), run.world.control, run.model
     has_any = bool(plan.sync_batch_norm) or next(_outside_of_norms(model), None) is not None
     if group is None or control is None or plan.local or not has_any:
         return None
-    return ReplicaBuffers(model, group, control, checker.remarks, say)
+    return ReplicaBuffers(model, group, control, run.checker.remarks, lambda line: run.say(line, "warning"))
 
 
 def _outside_of_norms(model: nn.Module) -> Iterator[_Place]:

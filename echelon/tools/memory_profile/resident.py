@@ -17,7 +17,8 @@ from torch import nn
 
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.process_groups import ProcessGroups
-from echelon.engine.parallelize import hosted_stages, params_shared_by_stages
+from echelon.engine.counted_state import params_shared_by_stages
+from echelon.engine.parallelize import hosted_stages
 from echelon.engine.replace_optimizers import replace_optimizers
 from echelon.parallel.low_memory.state_placement import tensor_bytes
 from echelon.parallel.zero.row_partition import RowPartition, cut_all
