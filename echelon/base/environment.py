@@ -37,6 +37,8 @@ PS_TOKEN_FILE, PS_CERT, PS_KEY = "ECHELON_PS_TOKEN_FILE", "ECHELON_PS_CERT", "EC
 PS_CA, PS_CLIENT_CA = "ECHELON_PS_CA", "ECHELON_PS_CLIENT_CA"
 #: The directory in which servers keep their state; seconds to wait for a role that has not joined yet.
 PS_STATE, PS_JOIN_TIMEOUT = "ECHELON_PS_STATE", "ECHELON_PS_JOIN_TIMEOUT"
+#: The directories, with colons between them, in which servers write and read what workers ask for; default: all.
+PS_PATHS = "ECHELON_PS_PATHS"
 #: The file by which workers that joined torch.distributed tell the launcher that a failure of one ends them all.
 BOUND_MARK = "ECHELON_BOUND_MARK"
 #: How often the launcher has restarted this process; RESTART_COUNT: how often it has restarted all ranks together.

@@ -36,6 +36,11 @@ def cannot_read(path: Path, error: OSError) -> CheckpointError:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file of a checkpoint for reading. Raises ``CheckpointError`` for a link or a pipe in its place."""
+    return os.fdopen(open_regular_handle(path), "rb")
+
+
+def open_regular_handle(path: Path) -> int:
+    """Open a file as ``open_regular`` does, and return its file descriptor."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -45,7 +50,7 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise _not_regular(path, "no regular file")
-    return os.fdopen(handle, "rb")
+    return handle
 
 
 def _not_regular(path: Path, kind: str) -> CheckpointError:

@@ -94,7 +94,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     try:
         plain: Mapping[str, Any] = parse_object(path.read_bytes())
         files = plain["weight_map"]
-        sound = all(isinstance(file, str) and Path(file).name == file != "" for file in files.values())
+        sound = all(isinstance(file, str) and Path(file).name == file not in ("", "..") for file in files.values())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}; check the path") from None
     except (MalformedHeadError, KeyError, AttributeError):

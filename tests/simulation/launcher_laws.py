@@ -118,9 +118,10 @@ def _check_endings(life: LauncherLife) -> Iterator[str]:
 
 
 def _was_not_needed(life: LauncherLife, ending: LauncherEnding) -> bool:
-    """Return True for a spare, and for a launcher that came when the job had ended."""
-    has_failed = any(type(other.error).__name__ == "JobFailed" for other in life.job.endings)
-    return not ending.tokens and (has_failed or "did not need this one" in str(ending.error))
+    """Return True for a spare, also one that lost its place in a round, and for a launcher that came too late."""
+    failures = [other.error for other in life.job.endings if type(other.error).__name__ == "JobFailed"]
+    names_it = any(failure.failure.line in str(ending.error) for failure in failures)  # type: ignore[union-attr]
+    return names_it or (not ending.tokens and (bool(failures) or "did not need this one" in str(ending.error)))
 
 
 def _check_failure(life: LauncherLife, ending: LauncherEnding) -> Iterator[str]:

@@ -39,7 +39,7 @@ MUTANTS: dict[str, Mutant] = {
     "snapshot not synced before its manifest": Mutant(
         snapshot.RecordFileWriter, "sync", "os.fsync(self._handle)", "None"
     ),
-    "manifest not synced before its rename": Mutant(restore, "write_json", "os.fsync(file.fileno())", "None"),
+    "manifest not synced before its rename": Mutant(restore, "write_json", "os.fsync(handle)", "None"),
     "record not synced with fsync": Mutant(
         journal.JournalSegment, "append", "if self._fsync:", "if False:", ("power cut",)
     ),

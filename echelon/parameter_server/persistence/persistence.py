@@ -312,6 +312,8 @@ class ShardPersistence:
         """
         if table not in self._shard.tables:
             raise UsageError(f"no table '{table}' to export{nearest(table, self._shard.tables)}")
+        if self._shard.job.servers == 1 and path.suffix != f".{format}":
+            raise UsageError(f"cannot export to '{path}'; the name of a {format} file must end in .{format}")
         with ExitStack() as stack:
             with self._one_at_a_time:
                 # a base costs as much as writing the table, and later exports can be deltas to it

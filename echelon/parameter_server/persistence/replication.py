@@ -68,7 +68,7 @@ class ReplicaHost:
             return WireMessage({"ok": True})
         path, offset = home / _checked(head.get("file")), _count(head, "offset")
         aside = path.with_name(f".{path.name}.writing") if path.name == MANIFEST else path
-        handle = os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600)
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             size = os.fstat(handle).st_size
             if size < offset:

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.json_head import MalformedHeadError, parse_object
 from echelon.checkpoint.directory import sync_directory
-from echelon.checkpoint.os_errors import cannot_read, cannot_write
+from echelon.checkpoint.os_errors import cannot_read, cannot_write, open_regular
+from echelon.parameter_server.persistence.file_record import write_all
 from echelon.parameter_server.persistence.journal import replay
 from echelon.parameter_server.persistence.snapshot import PersistableShard, SnapshotFile, SnapshotFileStats
 from echelon.parameter_server.protocol.job_spec import JobSpec
@@ -85,6 +86,9 @@ class Manifest:
         plain = read_json(path)
         try:
             chain = tuple(SnapshotChainFile(**part) for part in plain.pop("chain"))
+            figures = [value for each in (plain, *map(vars, chain)) for name, value in each.items() if name != "bridge"]
+            if not chain or any(type(value) is not int or value < 0 for value in figures):
+                raise TypeError
             return cls(**plain, chain=chain)
         except (TypeError, KeyError):
             raise CheckpointError(f"{path} is not a manifest of Echelon; restore it from a copy") from None
@@ -105,10 +109,12 @@ def write_json(path: Path, plain: dict[str, Any]) -> None:
     text = json.dumps(plain, separators=(",", ":"), sort_keys=True)
     aside = path.with_name(f".{path.name}.writing")
     try:
-        with aside.open("w") as file:
-            file.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        try:
+            write_all(handle, [f"{zlib.crc32(text.encode()):08x} {text}\n".encode()])
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         aside.replace(path)
         sync_directory(path.parent)
     except OSError as error:
@@ -117,7 +123,8 @@ def write_json(path: Path, plain: dict[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        crc, _, text = path.read_text(errors="replace").rstrip("\n").partition(" ")
+        with open_regular(path) as file:
+            crc, _, text = file.read().decode(errors="replace").rstrip("\n").partition(" ")
     except OSError as error:
         raise cannot_read(path, error) from None
     if crc != f"{zlib.crc32(text.encode()):08x}":

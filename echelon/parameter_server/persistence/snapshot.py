@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import CheckpointError
-from echelon.checkpoint.os_errors import cannot_read, cannot_write
+from echelon.checkpoint.os_errors import cannot_write, open_regular_handle
 from echelon.parameter_server.persistence.file_record import MessageRecord, TornRecord, encode, read, write_all
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.dense import DenseShard
@@ -30,6 +30,8 @@ FORMAT = 1
 #: Small buckets are copied together up to this many bytes or seconds: taking a busy lock a thousand times would make a
 #: snapshot slow.
 _TOGETHER, _MOMENT = 1 << 20, 0.001
+#: Flags of a new file, or a leftover in its place; a link that someone else has put there is an error.
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 
 class PersistableShard(Protocol):
@@ -68,7 +70,7 @@ class RecordFileWriter:
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
-        self._handle = self._guarded(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+        self._handle = self._guarded(lambda: os.open(path, _NEW, 0o600))
 
     def add(self, lsn: int, frame: WireMessage) -> int:
         """Write a record and return its offset."""
@@ -164,10 +166,7 @@ class SnapshotFile:
     places: dict[str, dict[int, BucketLocation]] = field(default_factory=dict)
 
     def __enter__(self) -> SnapshotFile:
-        try:
-            self._handle = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise cannot_read(self.path, error) from None
+        self._handle = open_regular_handle(self.path)
         try:
             self._open()
         except BaseException:

@@ -112,7 +112,7 @@ def _write_parquet(table: TableExport, path: Path) -> int:
     facts = {"table": table.name, "version": str(table.version), "kind": "delta" if table.delta else "whole"}
     schema = pa.schema([("id", pa.int64()), ("weights", pa.list_(pa.float32(), table.dim))], metadata=facts)
     count, group, weight = 0, [], 0
-    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
+    with _new(path) as file, pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer:
         for rows in table.buckets:
             group.append(_batch(rows, table, schema))
             weight += group[-1].num_rows
@@ -149,7 +149,7 @@ def _write_group(writer: Any, group: list[Any]) -> int:
 def _write_safetensors(table: TableExport, path: Path) -> int:
     """Write the weights directly, and ids and removed ids to temporary files, which are appended at the end."""
     with ExitStack() as stack:
-        out = stack.enter_context(path.open("wb"))
+        out = stack.enter_context(_new(path))
         beside = {name: _beside(stack, path.with_name(f"{path.name}-{name}")) for name in ("ids", "removed")}
         out.write(b" " * _HEADER)
         counts = dict.fromkeys(beside, 0)
@@ -167,9 +167,14 @@ def _write_safetensors(table: TableExport, path: Path) -> int:
         return counts["ids"]
 
 
+def _new(path: Path) -> BinaryIO:
+    """Open a new file, or a leftover in its place; a link that someone else has put there is an error."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "w+b")
+
+
 def _beside(stack: ExitStack, path: Path) -> BinaryIO:
     """Open a temporary file without a name, which vanishes when it is closed."""
-    file = stack.enter_context(path.open("w+b"))
+    file = stack.enter_context(_new(path))
     path.unlink()
     return file
 

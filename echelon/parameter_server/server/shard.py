@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from echelon.base.errors import EchelonError, MismatchError, PeerLost, UsageError, nearest
 from echelon.base.formatting import brief
+from echelon.parameter_server.persistence.requested_path import requested_path
 from echelon.parameter_server.protocol.job_spec import JobSpec, job_from_json
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import (
@@ -276,18 +276,19 @@ class ServerShard(ServerState):
     # ---- persistence ----
 
     def save(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
-        self._kept(frame).save(Path(text(frame.head, "path")), whole(frame.head, "step", 0))
+        self._kept(frame).save(requested_path(text(frame.head, "path")), whole(frame.head, "step", 0))
         return WireMessage({"ok": True})
 
     def load(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
-        step = self._kept(frame).load(Path(text(frame.head, "path")))
+        step = self._kept(frame).load(requested_path(text(frame.head, "path")))
         return WireMessage({"ok": True, "step": step})
 
     def export(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         head = frame.head
         since = None if head.get("since") is None else whole(head, "since", 0)
         table, form = known_table(head.get("table"), self.layout), text(head, "format")
-        rows, version = self._kept(frame).export(Path(text(head, "path")), table, form, since)
+        path = requested_path(text(head, "path"))
+        rows, version = self._kept(frame).export(path, table, form, since)
         return WireMessage({"ok": True, "rows": rows, "version": version})
 
     def mirror(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:

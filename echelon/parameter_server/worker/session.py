@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.base.environment import RESTART_COUNT
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.base.formatting import things
+from echelon.base.formatting import brief, things
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
+from echelon.parameter_server.persistence.requested_path import absolute
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker.catch_up import attach
 from echelon.parameter_server.worker.client import ParameterServerClient, PullFuture, WorkerUpdate
@@ -330,7 +332,7 @@ class ParameterServerSession:
         if self.worker == 0:
             directory = place / self.saved_as(step)
             directory.mkdir(parents=True, exist_ok=True)
-            self.client.ask(op="save", path=str(directory.absolute()), step=step)
+            self.client.ask(op="save", path=str(absolute(directory)), step=step)
         if not self.dense and self.remote:
             worlds.barrier()
         return self.saved_as(step)
@@ -355,7 +357,9 @@ class ParameterServerSession:
                 f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with them"
             )
         if self.worker == 0:
-            self.client.ask(op="load", path=str((checkpoint.parent / Path(name).name).absolute()))
+            if not (isinstance(name, str) and re.fullmatch(r"servers-\d{8,20}", name)):
+                raise CheckpointError(f"{checkpoint} names {brief(name)} as its servers' part; use another checkpoint")
+            self.client.ask(op="load", path=str(absolute(checkpoint.parent / name)))
 
     def export(self, path: str | Path, table: str, since: int | None = None) -> int:
         """Let the servers write a table to Parquet or safetensors, by the suffix of ``path``; return its version.
@@ -367,7 +371,7 @@ class ParameterServerSession:
         assert self.client is not None
         self.client.settle()
         kind = "parquet" if str(path).endswith(".parquet") else "safetensors"
-        answers = self.client.ask(op="export", path=str(Path(path).absolute()), table=table, format=kind, since=since)
+        answers = self.client.ask(op="export", path=str(absolute(Path(path))), table=table, format=kind, since=since)
         return max(int(answer.head["version"]) for answer in answers)
 
     def stats(self) -> list[dict[str, Any]]:
