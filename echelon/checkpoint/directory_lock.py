@@ -17,6 +17,7 @@ CHECKPOINTS = LockUse(
     ".writer",
     "checkpoint",
     "writes checkpoints there; end that job (in a notebook: engine.close()), or choose another directory",
+    leased=True,
 )
 
 

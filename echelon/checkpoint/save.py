@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from echelon.base.directory_lock import lost_to
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import directory as layout
 from echelon.checkpoint import dtypes, tensorfile
+from echelon.checkpoint.directory_lock import CHECKPOINTS
 from echelon.checkpoint.index import CheckpointIndex, Chunk, MalformedIndexError, TensorEntry, plain_facts
 from echelon.checkpoint.os_errors import cannot_write
 from echelon.checkpoint.rank_agreement import SavePeers
@@ -89,6 +91,7 @@ class CheckpointSave:
                 raise CheckpointError(
                     f"rank 0 saves step {self._step}, but rank {rank} step {offer['step']}; call save together"
                 )
+        self._refuse_lost_directory()
         shares = self._allotment.allot([offer["pieces"] for offer in offers])
         self._on_disk(lambda: layout.open_aside(self._directory, self._aside))
         return shares, self._aside.name
@@ -115,6 +118,7 @@ class CheckpointSave:
             facts=self._facts,
         )
         self._refuse_incomplete(index)
+        self._refuse_lost_directory()
         self._on_disk(lambda: self._publish(index))
         if self._keep is not None:
             self._prune(self._keep)
@@ -131,6 +135,10 @@ class CheckpointSave:
                 f"the checkpoint is complete, but {error.filename or self._directory} could not be removed: "
                 f"{error.strerror}; remove it by hand"
             ) from error
+
+    def _refuse_lost_directory(self) -> None:
+        if (reason := lost_to(self._directory, CHECKPOINTS)) is not None:
+            raise CheckpointError(reason)
 
     def _refuse_incomplete(self, index: CheckpointIndex) -> None:
         try:

@@ -61,11 +61,7 @@ from echelon.observability.runlog.events import note_beside
 from echelon.observability.runlog.log_files import given_directory
 from echelon.parameter_server.protocol.port_check import check_port
 
-LOGS = LockUse(
-    ".launcher",
-    "launcher",
-    "writes its logs and records there, too",
-)
+LOGS = LockUse(".launcher", "launcher", "writes its logs and records there, too", leased=True)
 #: Seconds that a job may take to end while the next one in its log directory begins.
 _ENDING = 1.0
 

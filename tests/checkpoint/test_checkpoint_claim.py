@@ -162,7 +162,7 @@ def without_locks(directory, steps):
 
 def test_file_system_without_locks_is_said_and_used(tmp_path):
     ((line,),) = run(without_locks, tmp_path, 2, ranks=1)
-    assert "does not support file locks (No locks available); a second job that writes there is not detected" in line
+    assert "does not support file locks (No locks available); a lease in .writer keeps other jobs out" in line
     verify(latest(tmp_path))
 
 
