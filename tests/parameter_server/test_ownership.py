@@ -14,7 +14,7 @@ from echelon.base.errors import CheckpointError
 from echelon.parameter_server.persistence import find_job as finding
 from echelon.parameter_server.persistence.find_job import next_epoch
 from echelon.parameter_server.persistence.persistence import home_of
-from echelon.parameter_server.persistence.restore import Manifest
+from echelon.parameter_server.persistence.restore import Manifest, SnapshotChainFile
 from echelon.parameter_server.server.monotonic_time import MonotonicTime
 
 JOB = make_job()
@@ -94,7 +94,7 @@ def test_first_writer_is_fenced_during_a_snapshot(tmp_path, monkeypatch):
 
 
 def test_newest_session_is_chosen_by_its_epoch_not_by_dates(tmp_path):
-    empty = Manifest(1, 0, 1, False, ())
+    empty = Manifest(1, 0, 1, False, (SnapshotChainFile(1, 0, 0, 0),))
     for epoch, session in ((1, "first"), (2, "second")):
         assert next_epoch(tmp_path, 0) == epoch
         home = home_of(tmp_path, session, 0)

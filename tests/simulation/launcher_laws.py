@@ -118,10 +118,14 @@ def _check_endings(life: LauncherLife) -> Iterator[str]:
 
 
 def _was_not_needed(life: LauncherLife, ending: LauncherEnding) -> bool:
-    """Return True for a spare, also one that lost its place in a round, and for a launcher that came too late."""
+    """Return True for a spare, also one that lost its place in a round, and for a launcher that comes too late."""
     failures = [other.error for other in life.job.endings if type(other.error).__name__ == "JobFailed"]
     names_it = any(failure.failure.line in str(ending.error) for failure in failures)  # type: ignore[union-attr]
-    return names_it or (not ending.tokens and (bool(failures) or "did not need this one" in str(ending.error)))
+    if names_it or (not ending.tokens and (bool(failures) or "did not need this one" in str(ending.error))):
+        return True
+    # a host that was away looks for the job where it lost it, and waits in vain if the job ends meanwhile
+    was_away = life.hurt_near(life.done_at, AFTERMATH, f"host-{ending.host}")
+    return was_away and f"host-{ending.host}" not in life.job.groups[-1].hosts
 
 
 def _check_failure(life: LauncherLife, ending: LauncherEnding) -> Iterator[str]:

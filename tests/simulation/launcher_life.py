@@ -190,7 +190,8 @@ class LauncherLife:
         _, since, steps = self._steady
         if group is None or self.scheduler.now - since < STEADY or group.steps < steps + 3:
             return False
-        return len(group.hosts) == self.shape.most and len(self.job.running()) == self.shape.hosts
+        is_complete = len(self.job.running()) == self.shape.hosts or self._job_failed()  # one that gave up stays away
+        return len(group.hosts) == self.shape.most and is_complete
 
     def _is_over(self) -> bool:
         """Return True if every launcher has ended by itself."""

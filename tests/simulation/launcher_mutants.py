@@ -90,6 +90,12 @@ MUTANTS = {
         "self.node_rank if self.hosts else None",
         ("cut a link", "freeze a host"),
     ),
+    "store lost between rounds counted": Mutant(
+        handler.LauncherRendezvous,
+        "recover_lost_store",
+        "not elastic and self._participant.is_in_round",
+        "not elastic",
+    ),
 }
 
 

@@ -41,6 +41,7 @@ LAUNCHER_KEPT = {
     334: "a host stopped by Ctrl-C ended its ranks before it told the others, who counted a restart",
     345: "a launcher that came back while the others were away waited alone at its own store",
     621: "two launchers that lacked hosts went to each other's stores",
+    6184: "a store lost between two rounds, or by a spare, was counted as a restart of the job",
 }
 LAUNCHER_FOUND_BY = {
     "restarts not counted": 5,
@@ -61,4 +62,5 @@ LAUNCHER_FOUND_BY = {
     "lone launcher waits at its own store": 1,
     "old token at a store come back to": 77,
     "place sought in a round without this host": 58,
+    "store lost between rounds counted": 6184,
 }

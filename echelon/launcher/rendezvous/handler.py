@@ -205,12 +205,13 @@ class LauncherRendezvous(RendezvousHandler):
     def recover_lost_store(self, lost: StoreLost) -> RoundOutcome:
         """Return the outcome after the store was lost, if there is another endpoint to meet at; else raise."""
         elastic = self._config.elastic
-        if not self._participant.fallbacks or not (elastic or self._participant.restarts < self._config.max_restarts):
+        counted = not elastic and self._participant.is_in_round  # a spare has no ranks to restart
+        if not self._participant.fallbacks or (counted and self._participant.restarts >= self._config.max_restarts):
             raise lost
         self._participant.move()
         names = [host.name for host in self.hosts if host.serves] or [self._client.where]
         how = f"was lost (its launcher at {self._client.where} no longer answers)"
-        return RoundOutcome(host_failure(names[0], how, 1), True, "lost", not elastic)
+        return RoundOutcome(host_failure(names[0], how, 1), True, "lost", counted)
 
     def _open_rank_store(self) -> tuple[str, int]:
         """Return the endpoint at which ranks of this host reach the store that the first host serves to all ranks."""

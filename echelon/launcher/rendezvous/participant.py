@@ -76,6 +76,7 @@ class RendezvousParticipant:
         self._past: tuple[int | None, int, int] = (None, -1, 0)  # place, number and restarts of the last round
         self._is_reserve_announced = False
         self._moving = False
+        self.is_in_round = False  #: it has a place in a round whose outcome it has not accepted
         self.members = RoundMembers()
         self.client: StoreClient
         self._open()
@@ -102,6 +103,7 @@ class RendezvousParticipant:
             except JobMoved:
                 self._moving = True
         self._past = self.members.place_of(self.token), self.members.number, self.members.restarts
+        self.is_in_round = True
         return self.members
 
     def move(self) -> None:
@@ -111,7 +113,7 @@ class RendezvousParticipant:
     def accept(self, outcome: RoundOutcome) -> None:
         """Accept the outcome of the round; if the host that serves the store leaves, use the next endpoint."""
         place, number, restarts = self._past
-        self._past = place, number, restarts + outcome.counted
+        self._past, self.is_in_round = (place, number, restarts + outcome.counted), False
         if outcome.cause == "leaving" and any(self._has_gone(host) for host in self.members.hosts if host.serves):
             self._moving = True
 
