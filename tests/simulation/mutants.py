@@ -37,9 +37,9 @@ MUTANTS: dict[str, Mutant] = {
         restore, "restore", "set_floors(_floors(newest), newest.dense_lsn)", "set_floors({}, 0)"
     ),
     "snapshot not synced before its manifest": Mutant(
-        snapshot.RecordFileWriter, "sync", "os.fsync(self._handle)", "None"
+        snapshot.RecordFileWriter, "sync", "os.fsync(self._handle)", "None", ("power cut",)
     ),
-    "manifest not synced before its rename": Mutant(restore, "write_json", "os.fsync(handle)", "None"),
+    "manifest not synced before its rename": Mutant(restore, "write_json", "os.fsync(handle)", "None", ("power cut",)),
     "record not synced with fsync": Mutant(
         journal.JournalSegment, "append", "if self._fsync:", "if False:", ("power cut",)
     ),
@@ -104,6 +104,9 @@ MUTANTS: dict[str, Mutant] = {
         "if most - least >= BLOBS",
         "if False",
         ("lose a disk", "restart all"),
+    ),
+    "lost push of a dropped worker waited for": Mutant(
+        modes.SyncMode, "discard", "if lost is not None:", "if False:", ("power cut",)
     ),
     "zeros taken for records that a replica has": Mutant(
         replication.RemoteReplica, "_lost", "sound_size(path) if later else", "", ("power cut",)

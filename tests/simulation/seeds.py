@@ -31,6 +31,9 @@ FOUND_BY = {
     "requests lost with their connection": 2,
     "two states of a worker kept": 5,
     "lost state not named to a worker": 7,
+    "snapshot not synced before its manifest": 4,
+    "manifest not synced before its rename": 4,
+    "lost push of a dropped worker waited for": 98,
 }
 
 #: The same for launchers.

@@ -98,6 +98,7 @@ class ServerLife:
         self._lossy = False  # state is lost for good: the job may end by a named error
         self._unsynced = False  # ... in a power cut, which may lose what was never synced without a word
         self._hurt: set[int] = set()  # servers whose disk was lost or without power
+        self._on_replica: set[int] = set()  # ... and whose state was whole in the replica alone
         self.disk.slowness = self.rng.choice((0.02, 0.2, 0.5))
         chosen = self.rng.sample(sorted(self._nemeses()), self.rng.randint(1, 4))
         self.chosen = list(only) or [*chosen, "kill a server", "die at a disk operation"]
@@ -369,12 +370,13 @@ class ServerLife:
         replica = shard.persistence._replica if shard is not None and shard.persistence is not None else None
         neighbour = (server + 1) % self.shape.servers
         is_copied = replica is not None and not replica.behind and neighbour not in self._hurt
-        is_only_copy = (server - 1) % self.shape.servers in self._hurt
+        is_only_copy = self.shape.replica and (server - 1) % self.shape.servers in self._on_replica
         self._lossy = self._lossy or is_only_copy or not (is_safe or is_copied)
         self.scheduler.log(
             f"the disk of server {server} suffers; its state is {'safe' if is_safe or is_copied else 'lost'}"
         )
         self._hurt.add(server)
+        self._on_replica |= set() if is_safe else {server}
         if process is not None:
             self.job.kill(process, silently=self.rng.random() < 0.5)
 

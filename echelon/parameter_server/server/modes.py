@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from echelon.base.errors import EchelonError
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.request import PushRequest, RequestError
@@ -113,6 +114,15 @@ class SyncMode(UpdateMode):
         for step, held in self._held.items():
             if step > after:
                 held.pop(worker, None)
+        lost = next((step for step in range(self.version, after + 1) if self._lacks(worker, step)), None)
+        if lost is not None:  # the worker will not send it again, and all would wait for ever
+            raise EchelonError(
+                f"worker {worker} took part up to step {after}, but this server has lost its state of step {lost}, as "
+                "in a power cut without synced journals; start the job again from a checkpoint"
+            )
+
+    def _lacks(self, worker: int, step: int) -> bool:
+        return worker in self.members.at(step) and worker not in self._held.get(step, {})
 
     def settle(self) -> None:
         while not self.frozen and not self._waits_for() and self._wanted():
