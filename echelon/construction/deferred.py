@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,30 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.construction.recorder import ConstructionRecorder
-from echelon.construction.tape import Tape, TensorRef
+from echelon.construction.tape import Tape
 from echelon.construction.value_access import ValueAccess
+from echelon.construction.weight_recipe import RECIPE, WeightRecipe
 
 if TYPE_CHECKING:
     from echelon.checkpoint.weight_source import WeightSource
-
-#: Attribute of a parameter that holds its recipe.
-RECIPE = "_echelon_recipe"
-
-
-@dataclass(frozen=True)
-class WeightRecipe:
-    """The origin of a parameter's first value.
-
-    tape:    operations of the construction
-    ref:     place of the parameter on it
-    version: number of changes of the parameter until the construction ended
-    source:  weights that are read instead; None for those of the construction
-    """
-
-    tape: Tape
-    ref: TensorRef
-    version: int
-    source: WeightSource | None
 
 
 @contextlib.contextmanager

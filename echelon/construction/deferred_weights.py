@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.base.errors import UsageError
-from echelon.construction.deferred import RECIPE, WeightRecipe
 from echelon.construction.same_construction import same_on_all_ranks
-from echelon.construction.source_reading import read_other_tensors, read_part
+from echelon.construction.source_reading import read_other_tensors
+from echelon.construction.weight_recipe import RECIPE, StoredRecipe, WeightRecipe
 from echelon.distributed.tensor_layout import Layout
 
 
@@ -25,7 +25,7 @@ class _Waiting(NamedTuple):
 
     names: tuple[str, ...]
     parameter: nn.Parameter
-    recipe: WeightRecipe
+    recipe: WeightRecipe | StoredRecipe
 
 
 class DeferredWeights:
@@ -67,7 +67,7 @@ class DeferredWeights:
 
     def agree(self, control: dist.ProcessGroup) -> None:
         """Compare the constructions of all ranks, and give all of them rank 0's random states and constants."""
-        tapes = {id(each.recipe.tape): each.recipe.tape for each in self._waiting.values()}
+        tapes = {id(each.recipe.tape): each.recipe.tape for each in self._waiting.values() if each.recipe.tape}
         same_on_all_ranks(list(tapes.values()), control)
 
     def fill(self, layouts: Mapping[str, Layout] = MappingProxyType({})) -> None:
@@ -76,8 +76,8 @@ class DeferredWeights:
         layouts: layouts of the split parameters, by first name; others are whole (default: all)
         """
         for names, parameter, recipe in self._here():
-            layout = layouts.get(names[0]) or Layout(recipe.ref.shape)
-            part = self._part(names, recipe, layout, parameter.dtype)
+            layout = layouts.get(names[0]) or Layout(recipe.shape)
+            part = recipe.part(names, layout, parameter.dtype)
             if torch.ops.aten.is_non_overlapping_and_dense(parameter.data) and parameter.numel() > 1:
                 parameter.data.copy_(part)  # it has got memory since, in a memory format that is to stay
             else:
@@ -91,34 +91,25 @@ class DeferredWeights:
         """
         for names, parameter, recipe in self._here():
             shard, layout = shards[names[0]], layouts[names[0]]
-            shard.data.copy_(self._part(names, recipe, layout, parameter.dtype))
+            shard.data.copy_(recipe.part(names, layout, parameter.dtype))
 
     def _here(self) -> Iterator[_Waiting]:
         """Yield the waiting parameters, except those of other stages, and forget them all."""
         waiting, self._waiting = self._waiting, {}
         return (each for each in waiting.values() if each.parameter.numel())
 
-    def _part(self, names: Iterable[str], recipe: WeightRecipe, layout: Layout, dtype: torch.dtype) -> Tensor:
-        if recipe.source is not None and (stored := set(names) & set(recipe.source.names())):
-            return read_part(recipe.source, min(stored), layout, dtype)
-        value = recipe.tape.values([recipe.ref])[0]
-        if not layout.is_whole:
-            value = layout.take(value)
-        elif value.untyped_storage().nbytes() > value.nbytes:
-            value = value.clone()
-        return value.to(dtype)
 
-
-def _recipe(parameter: nn.Parameter, name: str) -> WeightRecipe:
-    recipe: WeightRecipe | None = getattr(parameter, RECIPE, None)
+def _recipe(parameter: nn.Parameter, name: str) -> WeightRecipe | StoredRecipe:
+    recipe: WeightRecipe | StoredRecipe | None = getattr(parameter, RECIPE, None)
     if recipe is None:
         raise UsageError(
             f"'{name}' is on the meta device and has no values; build the model inside of 'with echelon.deferred():' "
             "instead, or give it values before distribute()"
         )
-    if parameter._version != recipe.version or parameter.shape != recipe.ref.shape:
+    if parameter._version != recipe.version or parameter.shape != recipe.shape:
         raise UsageError(
-            f"'{name}' was changed after 'with echelon.deferred():', where it has no values; change it inside"
+            f"'{name}' was changed after 'with echelon.deferred():' or from_pretrained(), where it has no values; "
+            "change it inside, or read the model with deferred=False"
         )
     return recipe
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from echelon.base.console import say
 from echelon.base.errors import CheckpointError, EchelonError, one_line
 from echelon.checkpoint.region_tensor import RegionTensor, region_tensors
 from echelon.checkpoint.safetensors_source import SafetensorsSource
+from echelon.construction.weight_recipe import stored_parameter
 from echelon.distributed.main_process import is_main_process
 from echelon.hf.transformers_library import model_class, name_origin, quiet, read_config, transformers_library
 
@@ -32,11 +33,12 @@ def from_pretrained(
 
     Names, tied weights and conversions are those of the installed transformers; the files are read here, region by
     region. A line says which weights the files lack, and which of theirs the model does not have. The model is in
-    training mode.
+    training mode. Until ``distribute()`` its parameters are on ``meta``, without values.
 
     path:    directory with ``config.json`` and safetensors files, one or many with an index
     cls:     class of transformers, or one of its Auto classes; default: the class that saved the model
     dtype:   dtype of the weights, or its name; default: that of the files
+    deferred: False to read all weights now, whole
     options: further options of the class's own ``from_pretrained``, such as ``attn_implementation="eager"``
 
     >>> model = echelon.hf.from_pretrained("models/llama", dtype=torch.bfloat16)
@@ -55,7 +57,7 @@ def from_pretrained(
         if is_main_process():
             say(line)
     name_origin(transformers, model, folder)
-    replace_weights(model, RegionTensor, lambda tensor: tensor.read_whole().clone())
+    _replace_regions(model, deferred)
     model.train()
     return model
 
@@ -132,18 +134,22 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in found[:_NAMED]) + more if found else "none"
 
 
-def replace_weights(model: nn.Module, kind: type[Tensor], make: Callable[[Any], Tensor]) -> None:
-    """Replace the parameters and buffers of a type by those that ``make`` returns; tied weights stay tied."""
+def _replace_regions(model: nn.Module, deferred: bool) -> None:
+    """Replace region tensors by tensors with values, or by parameters to be read later. Tied weights stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for held in groups:
             for name, value in held.items():
-                if isinstance(value, kind):
+                if isinstance(value, RegionTensor):
                     if id(value) not in made:
-                        made[id(value)] = _like(value, make(value))
+                        made[id(value)] = _made(value, deferred)
                     held[name] = made[id(value)]
 
 
-def _like(value: Tensor, made: Tensor) -> Tensor:
-    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+def _made(value: RegionTensor, deferred: bool) -> Tensor:
+    if not isinstance(value, nn.Parameter):
+        return value.read_whole().clone()
+    if deferred:
+        return stored_parameter(value, value.requires_grad)
+    return nn.Parameter(value.read_whole().clone(), value.requires_grad)

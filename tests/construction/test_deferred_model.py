@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.base.errors import UsageError
-from echelon.construction.deferred import RECIPE
 from echelon.construction.random_draws import PIECE, advance, draw
 from echelon.construction.recorder import ConstructionRecorder
 from echelon.construction.tape import Tape
+from echelon.construction.weight_recipe import RECIPE
 
 
 def values(parameter: Tensor) -> Tensor:
