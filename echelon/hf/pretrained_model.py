@@ -16,6 +16,7 @@ from echelon.checkpoint.region_tensor import RegionTensor, region_tensors
 from echelon.checkpoint.safetensors_source import SafetensorsSource
 from echelon.construction.weight_recipe import stored_parameter
 from echelon.distributed.main_process import is_main_process
+from echelon.hf.tokenizer_fit import tokenizer_misfit
 from echelon.hf.transformers_library import model_class, name_origin, quiet, read_config, transformers_library
 
 _NAMED = 3  # weights that a line names
@@ -25,6 +26,7 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *,
     cls: Any = None,
+    config: Any = None,
     dtype: torch.dtype | str | None = None,
     deferred: bool = True,
     **options: Any,
@@ -37,6 +39,8 @@ def from_pretrained(
 
     path:    directory with ``config.json`` and safetensors files, one or many with an index
     cls:     class of transformers, or one of its Auto classes; default: the class that saved the model
+    config:  config to build the model from, such as the directory's with another number of labels; default: the
+             directory's
     dtype:   dtype of the weights, or its name; default: that of the files
     deferred: False to read all weights now, whole
     options: further options of the class's own ``from_pretrained``, such as ``attn_implementation="eager"``
@@ -47,14 +51,14 @@ def from_pretrained(
     folder = Path(path).expanduser()
     transformers = transformers_library(f"reading the model {folder}")
     with quiet(transformers):
-        config = read_config(transformers, folder)
+        config = config or read_config(transformers, folder)
         _refuse_quantized(folder, config)
         source = SafetensorsSource(folder)
         kind, config = model_class(transformers, config, cls, folder)
         model, notes = _unread_model(folder, kind, config, source, dtype, options)
     _refuse_misfits(folder, model, notes)
-    for line in _lines(folder, notes):
-        if is_main_process():
+    if is_main_process():
+        for line in _lines(folder, model, notes):
             say(line)
     name_origin(transformers, model, folder)
     _replace_regions(model, deferred)
@@ -121,11 +125,14 @@ def _refuse_misfits(folder: Path, model: nn.Module, notes: Mapping[str, Any]) ->
         )
 
 
-def _lines(folder: Path, notes: Mapping[str, Any]) -> Iterable[str]:
+def _lines(folder: Path, model: nn.Module, notes: Mapping[str, Any]) -> Iterable[str]:
     if missing := sorted(notes["missing_keys"]):
         yield f"hf: {folder} lacks {_some(missing)}; {'it begins' if len(missing) == 1 else 'they begin'} at random"
     if unexpected := sorted(notes["unexpected_keys"]):
         yield f"hf: {folder} also has {_some(unexpected)}, which the model does not use"
+    words = getattr(model.config, "vocab_size", None)
+    if isinstance(words, int) and (misfit := tokenizer_misfit(folder, words)):
+        yield misfit
 
 
 def _some(names: Iterable[str]) -> str:

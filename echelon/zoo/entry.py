@@ -81,6 +81,7 @@ class Model:
     advice:     reason for the recommended strategy
     tiny:       values that make the model small, for tests and a first try
     same_as:    name of the entry of which this is an alias
+    pretrained: True if ``build`` gives trained weights unless ``ckpt_file_name`` names others
     loss:       loss of the model, a function of (output, target), which replaces the loss of the task
 
     >>> line = echelon.zoo.Model(
@@ -109,6 +110,7 @@ class Model:
     advice: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     same_as: str | None = None
+    pretrained: bool = False
     loss: Callable[[Any, Any], Tensor] | None = None
 
 

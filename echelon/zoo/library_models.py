@@ -1,7 +1,7 @@
 """Models of other libraries as entries of the zoo: ``timm:NAME`` for images, ``hf:NAME`` for text.
 
-Nothing is downloaded, and no code other than the library's is executed: weights are random, or restored from a user's
-file. The modules keep the library's names, so its weight files can be loaded.
+Nothing is downloaded, and no code other than the library's is executed: weights are random, those of the directory that
+``hf:DIR`` names, or restored from a user's file. The modules keep the library's names, so its weight files can be loaded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from echelon.base.errors import EchelonError, UsageError, first_line, nearest
+from echelon.checkpoint.safetensors_source import SafetensorsSource
+from echelon.hf import from_pretrained
 from echelon.zoo.entry import Model, Request, Setting
 
 T = TypeVar("T")
 
 #: short name of a library -> its package
 PACKAGES = {"timm": "timm", "hf": "transformers"}
+
+#: ends of the names of files with weights
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
 
 #: config attributes that turn on causal attention
 CAUSAL = ("is_decoder", "causal")
@@ -117,8 +123,10 @@ def _from_transformers(transformers: Any, name: str) -> Model:
     def build(request: Request) -> nn.Module:
         return _made(f"hf:{name}", lambda: _text_model(transformers, name, request))
 
+    stored = _has_weights(name)
     return Model(
         name=f"hf:{name}",
+        pretrained=stored,
         runner="bert" if "classify_text" in tasks else "gpt",
         build=build,
         tasks={"pretrain": tasks[::-1], "finetune": tasks},
@@ -166,9 +174,20 @@ def _text_settings(config: Any) -> tuple[Setting, ...]:
     )
 
 
+def _has_weights(name: str) -> bool:
+    """Return True for a directory with weights. Raise CheckpointError if it has some that cannot be read."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or not any(path.name.endswith(_WEIGHTS) for path in folder.iterdir()):
+        return False
+    SafetensorsSource(folder)
+    return True
+
+
 def _text_model(transformers: Any, name: str, request: Request) -> nn.Module:
     config = _config(transformers, name)
-    for key, value in {**_changes(config, request.get("config_changes")), "vocab_size": request["vocab_size"]}.items():
+    keeps = _has_weights(name) and not request.get("ckpt_file_name")
+    vocabulary = _kept_vocabulary(name, config, request) if keeps else request["vocab_size"]
+    for key, value in {**_changes(config, request.get("config_changes")), "vocab_size": vocabulary}.items():
         setattr(config, key, value)
     _check_length(name, config, request["max_seq_length"])
     config.use_cache = False
@@ -180,9 +199,23 @@ def _text_model(transformers: Any, name: str, request: Request) -> nn.Module:
         for attribute in CAUSAL:
             if hasattr(config, attribute):
                 setattr(config, attribute, True)
-        return _fed(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), _continue)
-    config.num_labels = request["num_classes"]
-    return _fed(transformers.AutoModelForSequenceClassification.from_config(config, trust_remote_code=False), _classify)
+        kind, feed = transformers.AutoModelForCausalLM, _continue
+    else:
+        config.num_labels = request["num_classes"]
+        kind, feed = transformers.AutoModelForSequenceClassification, _classify
+    if keeps and torch.get_default_device().type != "meta":  # there only sizes are wanted
+        return _fed(from_pretrained(name, cls=kind, config=config), feed)
+    return _fed(kind.from_config(config, trust_remote_code=False), feed)
+
+
+def _kept_vocabulary(name: str, config: Any, request: Request) -> int:
+    """Return the words of the embedding in the files. Raise UsageError if the data has more."""
+    if request["vocab_size"] > config.vocab_size:
+        raise UsageError(
+            f"hf:{name} has {config.vocab_size} words, and the data {request['vocab_size']}; encode it with the "
+            "vocabulary of this model (--vocab_file_name)"
+        )
+    return int(config.vocab_size)
 
 
 def _changes(config: Any, given: Mapping[str, Any] | str | None) -> dict[str, Any]:

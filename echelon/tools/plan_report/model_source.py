@@ -24,9 +24,9 @@ from echelon.strategy import Strategy
 from echelon.tools.plan_report.plan_options import PlanOptions
 
 DESCRIBED = ("gpt", "bert", "llama")
-ZOO = "zoo"
+ZOO, HF = "zoo", "hf"
 _FORMS = (
-    "write gpt:layers=12,hidden=768,heads=12,sequence=1024, zoo:resnet_v1_50, file.py:callable, "
+    "write gpt:layers=12,hidden=768,heads=12,sequence=1024, zoo:resnet_v1_50, hf:DIRECTORY, file.py:callable, "
     "package.module:callable or script.py"
 )
 #: Samples of a batch made from --input. Two batch sizes are profiled; all others lie on the line through them.
@@ -62,6 +62,8 @@ def find_source(options: PlanOptions, cluster: Cluster) -> ModelSource:
         return ModelSource(_described(kind, rest, _device_type(cluster)))
     if kind == ZOO:
         return _of_the_zoo(options, rest, cluster)
+    if kind == HF:
+        return _of_the_zoo(options, options.model, cluster)
     if ":" not in options.model:
         raise UsageError(f"MODEL '{options.model}' is no model that is known here; {_FORMS}")
     return _called(options, cluster)
@@ -145,7 +147,7 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _of_the_zoo(options: PlanOptions, words: str, cluster: Cluster) -> ModelSource:
-    """Return a model such as ``zoo:resnet_v1_50`` or ``zoo:bert_base,max_seq_length=512``.
+    """Return a model such as ``zoo:bert_base,max_seq_length=512`` or ``hf:models/llama,max_seq_length=512``.
 
     The model is on the meta device, so it takes no memory; its batch is synthetic.
     """

@@ -245,7 +245,8 @@ def _check(resolved: TrainConfig) -> None:
             raise UsageError(f"--{name} {value}: must be {least} or more")
     weights = resolved["ckpt_file_name"]
     is_found = weights and (resolved["model_dir"] or Path(weights).exists())
-    if resolved["task_type"] == "finetune" and not is_found:
+    has_own = resolved.model.pretrained and not weights
+    if resolved["task_type"] == "finetune" and not is_found and not has_own:
         raise UsageError(
             "--task_type finetune begins with trained weights: give --model_dir and --ckpt_file_name, or pretrain"
         )

@@ -160,7 +160,8 @@ class TrainingRun:
         news = self._restored(model)
         mark(model, self.resolved.model, request)
         let_arrive(model, self.data)
-        model.to(device)
+        if not any(parameter.is_meta for parameter in model.parameters()):  # their values come in distribute()
+            model.to(device)
         strategy, notices = make_strategy(self.resolved, device)
         optimizer = make_optimizer(model, request)
         self._schedule = make_schedule(optimizer, request)
@@ -182,6 +183,8 @@ class TrainingRun:
             self.say(line)
 
     def _restored(self, model: nn.Module) -> list[str]:
+        if self.resolved.model.pretrained and not self.request["ckpt_file_name"]:
+            return [f"weights: those of {self.resolved.model.name}"]
         if self.request["task_type"] != "finetune":
             return []
         weights = read_weights(self.request)
