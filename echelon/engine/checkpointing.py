@@ -30,6 +30,7 @@ from echelon.distributed.tensor_layout import Layout, Part, local_tensor
 from echelon.distributed.world import World, seed_for_rank
 from echelon.engine.automatic_checkpoints import opened
 from echelon.parallel.data.dgc import SparseMomentum
+from echelon.parallel.lora.layer import adapted_layers
 
 if TYPE_CHECKING:  # the checkpoint modules take 0.5 s to import, so only a run that saves imports them
     from echelon.checkpoint import Stored, Writer
@@ -220,6 +221,7 @@ class CheckpointManager:
         shared = {
             **self._run.positions.facts(),
             "aliases": self._aliases,
+            "adapters": [list(layer) for layer in adapted_layers(self._parts.local_state.model)],
             "ema": self._ema.averages.facts() if self._ema.averages is not None else None,
             "optimizers": {key: {"groups": of["groups"]} for key, of in optimizers.items()},
             "schedulers": self._run.schedules.state(),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from echelon.checkpoint.region_tensor import region_tensors
 from echelon.checkpoint.training_state import model_aliases
 
 if TYPE_CHECKING:
@@ -28,17 +29,18 @@ def save_model_directory(
     """
     from echelon.checkpoint.rank_agreement import SavePeers
     from echelon.engine.rank_regions import RankRegions
+    from echelon.hf.merged_adapters import merge_model
     from echelon.hf.save_pretrained import FileOptions, save_pretrained
 
     if world.rank >= world.mesh_size:  # of the workers of parameter servers, the first one writes
         return Path(directory).expanduser().absolute()
-    model = local_state.model
     source = RankRegions(
         local_state.tensors(), local_state.contributes, world.mesh_rank, world.control if is_sharded else None
     )
     peers = SavePeers(world.mesh_rank, world.mesh_size, world.control, world.timeout)
     options = FileOptions(max_shard_size, dtype)
     try:
-        return save_pretrained(directory, model, source, model_aliases(model), options, peers, source.receive)
+        merged = merge_model(local_state.model, region_tensors(source), model_aliases(local_state.model))
+        return save_pretrained(directory, *merged, options, peers, source.receive)
     finally:
         peers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,10 +12,13 @@ from echelon.base.console import say
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import Stored, find
 from echelon.checkpoint.rank_agreement import SavePeers
+from echelon.checkpoint.region_tensor import RegionTensor, region_tensors
 from echelon.checkpoint.stored_weights import StoredWeights
 from echelon.distributed.world import DEFAULT_TIMEOUT
+from echelon.hf.merged_adapters import merge
 from echelon.hf.save_pretrained import FileOptions, save_pretrained
 from echelon.hf.transformers_library import model_class, name_origin, quiet, read_config, transformers_library
+from echelon.parallel.lora.layer import AdaptedLayer
 
 
 def export_model_directory(
@@ -25,16 +29,23 @@ def export_model_directory(
     config: directory of the model that the training began from; None to write weights only
     ema:    True to write the averaged weights where there are some
     """
-    source = StoredWeights(Stored(find(checkpoint)), ema=ema)
-    model: nn.Module = nn.Module() if config is None else _skeleton(Path(config).expanduser(), source)
+    stored = Stored(find(checkpoint))
+    source = StoredWeights(stored, ema=ema)
+    tensors = merge(region_tensors(source), _adapters(stored))
+    model: nn.Module = nn.Module() if config is None else _skeleton(Path(config).expanduser(), source, tensors)
     if config is None:
         say("export: without --config DIR the directory gets weights only, under the names of the module")
     peers = SavePeers(0, 1, None, DEFAULT_TIMEOUT)
-    save_pretrained(out, model, source, source.aliases, options, peers, lambda rank: None)
-    return source.path, len(source.names())
+    save_pretrained(out, model, tensors, source.aliases, options, peers, lambda rank: None)
+    return source.path, len(tensors)
 
 
-def _skeleton(folder: Path, source: StoredWeights) -> nn.Module:
+def _adapters(stored: Stored) -> list[AdaptedLayer]:
+    """Return the layers that have an adapter of ``Strategy(lora=...)`` in a checkpoint."""
+    return [AdaptedLayer(*values) for values in stored.facts.get("adapters", ())]
+
+
+def _skeleton(folder: Path, source: StoredWeights, tensors: Mapping[str, RegionTensor]) -> nn.Module:
     """Return the model of a directory without memory for its weights. Raises unless the checkpoint is of that model."""
     transformers = transformers_library("export --format hf --config")
     with quiet(transformers):
@@ -44,7 +55,7 @@ def _skeleton(folder: Path, source: StoredWeights) -> nn.Module:
             model: nn.Module = kind(config)
         name_origin(transformers, model, folder)
     here = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    there = {name: source.shape(name) for name in source.names()}
+    there = {name: tuple(value.shape) for name, value in tensors.items()}
     there |= {second: there[first] for second, first in source.aliases.items()}
     odd = sorted(set(here) ^ set(there)) or [name for name in here if here[name] != there[name]]
     if odd:

@@ -18,9 +18,8 @@ from echelon.checkpoint import dtypes
 from echelon.checkpoint.directory_swap import keep_others, staging_path, swap_in, sweep_leftovers
 from echelon.checkpoint.os_errors import cannot_write
 from echelon.checkpoint.rank_agreement import SavePeers
-from echelon.checkpoint.region_tensor import region_tensors
+from echelon.checkpoint.region_tensor import RegionTensor
 from echelon.checkpoint.sharded_files import ShardedFiles, is_weight_file
-from echelon.checkpoint.weight_source import WeightSource
 from echelon.hf.stored_names import is_transformers_model, library_class, stored_tensors
 
 #: Files of the model's origin that are not copied: weights in any format, and what describes the origin alone.
@@ -56,7 +55,7 @@ class FileOptions:
 def save_pretrained(
     directory: str | Path,
     model: nn.Module,
-    source: WeightSource,
+    tensors: Mapping[str, RegionTensor],
     aliases: Mapping[str, str],
     options: FileOptions,
     peers: SavePeers,
@@ -65,17 +64,16 @@ def save_pretrained(
     """Write the model to ``directory``, complete or not at all, and return its path. All ranks call it together.
 
     model:    model whose config, generation config and origin are written beside the weights
-    source:   whole tensors by name, tied ones once; ``read`` returns values on the receiving rank
+    tensors:  whole tensors by name, tied ones once; the receiving rank reads their values, others read ``meta``
     aliases:  second names of tied weights
     peers:    ranks that take part
     receive:  called with the rank that gets the values of the reads that follow
     """
     target = Path(directory).expanduser().absolute()
     doing = f"saving {target}"
-    _refuse_wrapped(model)
-    tensors = stored_tensors(model, region_tensors(source), aliases)
-    files = ShardedFiles(tensors, options.kind, options.limit)
-    name = peers.agree(doing, lambda: [str(target), list(tensors)], lambda offers: _open(target, offers))
+    stored = stored_tensors(model, tensors, aliases)
+    files = ShardedFiles(stored, options.kind, options.limit)
+    name = peers.agree(doing, lambda: [str(target), list(stored)], lambda offers: _open(target, offers))
     staged = target.with_name(name)
     try:
         peers.agree(
@@ -145,11 +143,3 @@ def copy_companions(origin: str | None, folder: Path) -> None:
         is_copied = path.is_file() and not path.name.startswith((".", "README")) and not path.name.endswith(_NOT_COPIED)
         if is_copied and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    if hasattr(model, "peft_config"):
-        raise UsageError(
-            f"save_pretrained() writes whole models, and {type(model).__name__} has adapters; give the state of "
-            "engine.whole_state() to the adapter library, or merge the adapters first"
-        )

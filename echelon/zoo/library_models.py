@@ -1,7 +1,8 @@
 """Models of other libraries as entries of the zoo: ``timm:NAME`` for images, ``hf:NAME`` for text.
 
 Nothing is downloaded, and no code other than the library's is executed: weights are random, those of the directory that
-``hf:DIR`` names, or restored from a user's file. The modules keep the library's names, so its weight files can be loaded.
+``hf:DIR`` names, or restored from a user's file. The modules keep the library's names, so its weight files can be
+loaded.
 """
 
 from __future__ import annotations

@@ -13,6 +13,16 @@ from torch import Tensor, nn
 
 SIDE = 16  # of pictures, in pixels
 
+#: Layouts of four ranks, by the names of the table's columns.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "split 2": {"split": 2},
+    "stages 2": {"stages": 2},
+    "shard 3": {"shard": 3},
+    "split x stages": {"split": 2, "stages": 2},
+    "split x shard 3": {"split": 2, "shard": 3},
+    "stages x shard 3": {"stages": 2, "shard": 3},
+}
+
 
 class Family(NamedTuple):
     """A model of a family, and its batch of each step."""

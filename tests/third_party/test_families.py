@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from beside import ROWS
-from families import FAMILIES, Family
+from families import FAMILIES, LAYOUTS, Family
 from harness import run
 from torch import Tensor, nn
 from zoo import QUIET
@@ -21,16 +21,6 @@ from echelon import Strategy
 from echelon.base.errors import EchelonError
 
 RANKS, STEPS, RATE, TOLERANCE = 4, 3, 0.1, 1e-5
-
-#: Layouts of four ranks, by the names of the table's columns.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "split 2": {"split": 2},
-    "stages 2": {"stages": 2},
-    "shard 3": {"shard": 3},
-    "split x stages": {"split": 2, "stages": 2},
-    "split x shard 3": {"split": 2, "shard": 3},
-    "stages x shard 3": {"stages": 2, "shard": 3},
-}
 
 
 class Trained(NamedTuple):

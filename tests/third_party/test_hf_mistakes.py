@@ -6,8 +6,8 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import peft
 import pytest
 import tiny
 import torch
@@ -110,10 +110,8 @@ def test_a_tokenizer_of_another_model_is_named(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_an_adapter_for_other_targets_is_one_line(tmp_path: Path) -> None:
-    import peft
-
-    model: Any = peft.get_peft_model(tiny.gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-    model.save_pretrained(tmp_path)
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    tiny.with_adapter(tiny.gpt2(), config).save_pretrained(tmp_path)
     with pytest.raises(EchelonError) as refused:
         echelon.distribute(
             llama := tiny.llama(),

@@ -75,9 +75,13 @@ def lora_mamba() -> nn.Module:
 
 
 def _adapted(model: nn.Module, targets: list[str]) -> nn.Module:
-    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=targets, init_lora_weights=False)
+    return with_adapter(model, LoraConfig(r=4, lora_dropout=0.0, target_modules=targets, init_lora_weights=False))
+
+
+def with_adapter(model: nn.Module, config: LoraConfig) -> Any:
+    """Return a model of peft. It uses names that version 6 of transformers will not have, and warns of them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft uses names that version 6 of transformers will not have
+        warnings.simplefilter("ignore")
         return get_peft_model(model, config)
 
 
