@@ -11,7 +11,7 @@ import peft
 import pytest
 import tiny
 import torch
-from test_hf_directories import bert
+from families import bert
 
 import echelon
 from echelon.base.errors import EchelonError
