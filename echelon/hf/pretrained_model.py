@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from echelon.base.console import say
 from echelon.base.errors import CheckpointError, EchelonError, one_line
@@ -50,7 +51,8 @@ def from_pretrained(
     """
     folder = Path(path).expanduser()
     transformers = transformers_library(f"reading the model {folder}")
-    with quiet(transformers):
+    # echelon.deferred() would record the empty tensors here as initial weights
+    with quiet(transformers), _disable_current_modes():
         config = config or read_config(transformers, folder)
         _refuse_quantized(folder, config)
         source = SafetensorsSource(folder)
@@ -61,7 +63,8 @@ def from_pretrained(
         for line in _lines(folder, model, notes):
             say(line)
     name_origin(transformers, model, folder)
-    _replace_regions(model, deferred)
+    with _disable_current_modes():
+        _replace_regions(model, deferred)
     model.train()
     return model
 

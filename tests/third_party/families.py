@@ -53,6 +53,7 @@ def vit() -> nn.Module:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, image_size=SIDE, patch_size=4,
         num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        problem_type="single_label_classification",
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 

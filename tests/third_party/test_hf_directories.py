@@ -14,6 +14,7 @@ import transformers
 from beside import ROWS
 from families import FAMILIES, LAYOUTS, Family
 from harness import run
+from peft import LoraConfig
 from torch import Tensor, nn
 from zoo import QUIET
 
@@ -120,3 +121,34 @@ def compare_directories(source: Path, target: Path) -> None:
     assert (target / "tokenizer.json").read_text() == "{}"
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (target, source))
     assert ours == theirs
+
+
+ADAPTER = LoraConfig(r=2, target_modules=["q_proj"])
+
+
+def weights_read_inside_of_deferred(source: Path) -> list[dict[str, Tensor]]:
+    """Return the first weights of a model that a function reads, and of one that peft adapts before it is read."""
+    echelon.init()
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(1)
+        return tiny.with_adapter(echelon.hf.from_pretrained(source), ADAPTER)
+
+    found = []
+    for make in (lambda: echelon.hf.from_pretrained(source), adapted):
+        engine = echelon.distribute(
+            make, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), strategy=Strategy(shard=3), log=QUIET
+        )
+        found.append(engine.whole_state())
+        engine.close()
+    return found
+
+
+def test_weights_read_inside_of_deferred_are_those_of_the_files(tmp_path: Path) -> None:
+    source = saved("Llama", tmp_path)
+    plain = transformers.LlamaForCausalLM.from_pretrained(source)
+    torch.manual_seed(1)
+    adapted = tiny.with_adapter(transformers.LlamaForCausalLM.from_pretrained(source), ADAPTER)
+    for found in run(weights_read_inside_of_deferred, source):
+        for state, expected in zip(found, (plain, adapted), strict=True):
+            torch.testing.assert_close(state, dict(expected.state_dict()), rtol=0, atol=0)

@@ -7,10 +7,11 @@ between; only pairs that need no gather are marked. Names of modules and of mode
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
 from echelon.base.errors import EchelonError, UsageError, first_line
@@ -23,7 +24,16 @@ from echelon.planner.profiling.fake_step import FakePass, run_fake_step
 from echelon.planner.profiling.layer_probe import LayerProbe
 from echelon.planner.profiling.splits import Marks, find_marks
 
+#: Errors of fake tensors where a shape or a branch depends on values.
+_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 ROWS, WORDS = 2, 8  # samples and tokens of a batch that is made up
+
+
+class _Given(NamedTuple):
+    """A batch, and the loss that belongs to it; None if the model's output will do."""
+
+    batch: Any
+    loss: Any
 
 
 def marks_by_structure(model: nn.Module, size: int, sample: Any = None, loss: Any = None) -> Marks:
@@ -32,8 +42,7 @@ def marks_by_structure(model: nn.Module, size: int, sample: Any = None, loss: An
     sample: batch as in ``Engine.step``; None makes one up from the configuration of a Hugging Face model
     loss:   loss as in ``distribute``
     """
-    batch = made_up_batch(model) if sample is None else sample
-    loss = loss if sample is not None else None
+    given = _Given(made_up_batch(model), None) if sample is None else _Given(sample, loss)
     units = find_units(model) or [""]
     like = FakeModel(model, units).like
 
@@ -44,11 +53,18 @@ def marks_by_structure(model: nn.Module, size: int, sample: Any = None, loss: An
             if probe is not None:
                 probe.attach(shadow.model)
             shadow.track_units(units)
-            return run_fake_step(shadow, batch, lambda copy, given: _result(copy, given, loss), None, False, False)
+            batch, loss = given
+            return run_fake_step(shadow, batch, lambda copy, inputs: _result(copy, inputs, loss), None, False, False)
 
     state = random_state(0, torch.device("cpu"))
     try:
-        attempt({})  # a model that does not run on this batch is an error, not a model without layers to split
+        try:
+            attempt({})  # a model that does not run on this batch is an error, not a model without layers to split
+        except _VALUES:  # such as the losses of transformers that select labels
+            if _input_maker(model) is None:
+                raise
+            given = _Given(made_up_batch(model), None)
+            attempt({})
         return find_marks(model, like, attempt)
     except EchelonError:
         raise
@@ -81,17 +97,23 @@ def _leaves(output: Any) -> list[Any]:
 
 def made_up_batch(model: nn.Module) -> dict[str, Tensor]:
     """Return inputs for a model of transformers, of the shapes that its configuration names."""
-    name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
-    maker = _INPUTS.get(name) if isinstance(name, str) and config is not None else None
+    maker = _input_maker(model)
     if maker is None:
         raise UsageError(
             f"split: {type(model).__name__} brings no tensor-parallel plan, and its structure shows with a batch only; "
             "give one as sample= to annotate() or distribute(), or mark layers by name"
         )
-    batch = {str(name): maker(config)}
+    config: Any = model.config
+    batch = {str(model.main_input_name): maker(config)}
     if getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = torch.ones(ROWS, WORDS, dtype=torch.long)
     return batch
+
+
+def _input_maker(model: nn.Module) -> Any:
+    """Return what makes the main input of a model of transformers from its configuration; None for others."""
+    name = getattr(model, "main_input_name", None)
+    return _INPUTS.get(name) if isinstance(name, str) and getattr(model, "config", None) is not None else None
 
 
 def _words(config: Any) -> Tensor:
