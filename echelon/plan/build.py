@@ -70,25 +70,40 @@ def make_plan(
     """
     marks = _with_default(model, marks or UNMARKED)
     refuse_conflicts(strategy, _implied(marks))
+    size = requested_slice(strategy.split, marks.stages, marks.pipeline)
+    size = size or (cluster.slice_size(ranks_per_host) if cluster else None)
+    mesh = mesh or find_axes(marks.stages, marks.pipeline, bool(marks.splits), size, ranks)
+    order = _order(cluster, mesh, ranks, ranks_per_host)
+    plan = _plan(model, strategy, marks, dict(mesh), order, ranks, ranks_per_host)
+    return plan if plan.is_model_parallel else complete(plan, owned_names(model, optimizers))
+
+
+def _plan(
+    model: nn.Module,
+    strategy: Strategy,
+    marks: ModelMarks,
+    mesh: dict[str, int],
+    order: tuple[int, ...],
+    ranks: int,
+    ranks_per_host: int,
+) -> Plan:
+    """Return the plan without its buckets."""
     sparse = sparse_names(model)
     named = dict(model.named_parameters())
     dgc, recompute = strategy.part(Dgc), strategy.part(Recompute)
     lars, lamb = strategy.part(Lars), strategy.part(Lamb)
     alone = strategy.part(LocalSgd) or strategy.part(AdaptiveLocalSgd)
     hierarchical = dgc is not None and dgc.hierarchical
-    size = requested_slice(strategy.split, marks.stages, marks.pipeline)
-    size = size or (cluster.slice_size(ranks_per_host) if cluster else None)
-    mesh = mesh or find_axes(marks.stages, marks.pipeline, bool(marks.splits), size, ranks)
-    plan = Plan(
-        mesh=dict(mesh),
-        order=_order(cluster, mesh, ranks, ranks_per_host),
+    is_split = mesh.get("split", 1) > 1
+    return Plan(
+        mesh=mesh,
+        order=order,
         model=tuple(_parameter(name, value, name in sparse) for name, value in named.items()),
         buckets=(),
-        splits=marks.splits if mesh.get("split", 1) > 1 else {},
-        batch_per_split_rank=(bool(marks.replicates) or isinstance(marks.default, Replicate))
-        and mesh.get("split", 1) > 1,
+        splits=marks.splits if is_split else {},
+        batch_per_split_rank=(bool(marks.replicates) or isinstance(marks.default, Replicate)) and is_split,
         pipeline=marks.pipeline,
-        shard=resolve_groups(strategy.part(Shard), mesh, _order(cluster, mesh, ranks, ranks_per_host), ranks_per_host),
+        shard=resolve_groups(strategy.part(Shard), mesh, order, ranks_per_host),
         ranks_per_host=_uniform(ranks, ranks_per_host) if hierarchical else 1,
         communicators=strategy.reduction.communicators,
         reduce_op=strategy.reduction.op,
@@ -110,7 +125,6 @@ def make_plan(
         sync_batch_norm=_shared_batch_norm(model, strategy.sync_batch_norm, ranks, alone is not None),
         bucket_mb=(strategy.reduction.first_bucket_mb, strategy.reduction.bucket_mb),
     )
-    return plan if plan.is_model_parallel else complete(plan, owned_names(model, optimizers))
 
 
 def complete(

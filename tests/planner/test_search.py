@@ -17,7 +17,8 @@ from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
 from echelon.planner.cost.predict import CostModel
 from echelon.planner.model_costs import Kernel, ModelCosts, ModelUnit, SplitCollective, UnitPass
 from echelon.planner.plan_search.meshes import find_micro_batches
-from echelon.planner.plan_search.search import TIE, search
+from echelon.planner.plan_search.search import search
+from echelon.planner.plan_search.search_result import TIE
 from echelon.planner.plan_search.shares import share_out
 from echelon.planner.plan_search.stage_partition import StageMemoryLimits, cut, slowest, sums
 

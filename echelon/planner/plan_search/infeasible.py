@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 MOST_HOSTS = 4096
 
 
-def nearest_plan(hunt: PlanSearch) -> NearestPlan | None:
+def nearest_plan(search: PlanSearch) -> NearestPlan | None:
     """Return the plan that exceeds its memory least."""
-    if hunt.tailor.nearest is None:
+    if search.builder.nearest is None:
         return None
-    choice = hunt.tailor.predicted(hunt.tailor.nearest[1])
-    return NearestPlan(choice.draft, choice.prediction, reason(hunt, choice))
+    choice = search.builder.predicted(search.builder.nearest[1])
+    return NearestPlan(choice.draft, choice.prediction, reason(search, choice))
 
 
-def reason(hunt: PlanSearch, choice: PlanChoice) -> str:
+def reason(search: PlanSearch, choice: PlanChoice) -> str:
     """Return a line such as ``stage 0 needs 93 of 80 GB even with recompute, shard 3: 3 more hosts would do``."""
     draft = choice.draft
     means = [
@@ -37,41 +37,41 @@ def reason(hunt: PlanSearch, choice: PlanChoice) -> str:
         f"{draft.stage} stages" if draft.stage > 1 else "",
     ]
     even = ", ".join(word for word in means if word)
-    cures = " or ".join(_cures(hunt, choice))
+    cures = " or ".join(_cures(search, choice))
     line = describe_overflow(choice.prediction) + (f" even with {even}" if even else "")
     return f"{line}: {cures} would do" if cures else line
 
 
-def _cures(hunt: PlanSearch, choice: PlanChoice) -> Iterator[str]:
-    hosts = _more_hosts(hunt)
+def _cures(search: PlanSearch, choice: PlanChoice) -> Iterator[str]:
+    hosts = _more_hosts(search)
     if hosts:
         yield things(hosts, "more host")
     needed = max(memory.total for memory in choice.prediction.memory)
-    device = _larger_device(hunt.cluster, needed)
+    device = _larger_device(search.cluster, needed)
     if device:
         yield device
     if not hosts and not device:
         yield f"{lack(choice):.2g} times the memory"
 
 
-def _more_hosts(hunt: PlanSearch) -> int | None:
+def _more_hosts(search: PlanSearch) -> int | None:
     """Return the number of additional hosts with which a plan fits, found by doubling and bisection; None if none."""
-    there = hunt.cluster.host_count
+    there = search.cluster.host_count
     high = 1
-    while not _fits_with(hunt, there + high):
+    while not _fits_with(search, there + high):
         high *= 2
         if there + high > max(MOST_HOSTS, 4 * there):
             return None
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits_with(hunt, there + middle) else (middle, high)
+        low, high = (low, middle) if _fits_with(search, there + middle) else (middle, high)
     return high
 
 
-def _fits_with(hunt: PlanSearch, hosts: int) -> bool:
+def _fits_with(search: PlanSearch, hosts: int) -> bool:
     """Return True if the plan with the least memory of some mesh fits on ``hosts`` hosts."""
-    other = hunt.elsewhere(more_hosts(hunt.cluster, hosts - hunt.cluster.host_count))
+    other = search.elsewhere(more_hosts(search.cluster, hosts - search.cluster.host_count))
     return any(other.surely_fits(mesh) for mesh in other.largest_meshes())
 
 

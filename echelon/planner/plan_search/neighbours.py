@@ -30,23 +30,23 @@ class Neighbour:
     tried: Callable[[], Iterable[PlanChoice]]
 
 
-def neighbours(hunt: PlanSearch, best: PlanChoice) -> Iterator[RejectedPlan]:
+def neighbours(search: PlanSearch, best: PlanChoice) -> Iterator[RejectedPlan]:
     """Yield the neighbors of the best plan, each once."""
-    shape = hunt.shape_of(best.draft)
+    shape = search.shape_of(best.draft)
     seen = {best.draft}
-    for neighbour in _around(hunt, best, shape):
+    for neighbour in _around(search, best, shape):
         chosen = _quickest(neighbour.tried())
         if chosen is not None and chosen.draft not in seen:
             seen.add(chosen.draft)
-            yield rejected(hunt, best, chosen, neighbour.what)
+            yield rejected(search, best, chosen, neighbour.what)
 
 
-def rejected(hunt: PlanSearch, best: PlanChoice, other: PlanChoice, what: str) -> RejectedPlan:
+def rejected(search: PlanSearch, best: PlanChoice, other: PlanChoice, what: str) -> RejectedPlan:
     if not other.prediction.fits:
         return RejectedPlan(other.draft, other.prediction, describe_overflow(other.prediction), what)
-    base, compared = hunt.alike(best, other)
+    base, compared = search.alike(best, other)
     against = compared.seconds / base.seconds - 1
-    return RejectedPlan(compared.draft, compared.prediction, why(base, compared, hunt.cluster), what, against)
+    return RejectedPlan(compared.draft, compared.prediction, why(base, compared, search.cluster), what, against)
 
 
 def _quickest(choices: Iterable[PlanChoice]) -> PlanChoice | None:
@@ -59,62 +59,62 @@ def _quickest(choices: Iterable[PlanChoice]) -> PlanChoice | None:
 # ---- along each axis ----
 
 
-def _around(hunt: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterator[Neighbour]:
+def _around(search: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterator[Neighbour]:
     mesh = shape.mesh
     for axis, size in (("split", mesh.split), ("stage", mesh.stage)):
         for other in (size * 2, size // 2):
-            if other and axis not in hunt.fixed and "cuts" not in hunt.fixed:
-                yield Neighbour(_axis_words(axis, other), partial(_on_axis, hunt, shape, axis, other))
-    if "micro_batches" not in hunt.fixed:
-        for count in _beside(hunt.means.micro_batches(mesh, hunt.batch), shape.micro_batches):
+            if other and axis not in search.fixed and "cuts" not in search.fixed:
+                yield Neighbour(_axis_words(axis, other), partial(_on_axis, search, shape, axis, other))
+    if "micro_batches" not in search.fixed:
+        for count in _beside(search.techniques.micro_batches(mesh, search.batch), shape.micro_batches):
             words = f"{count} micro-batches" if count > 1 else "1 micro-batch"
-            yield Neighbour(words, partial(_made, hunt, shape.replaced(micro_batches=count)))
-    for name, chunks in _other_schedules(hunt, shape):
+            yield Neighbour(words, partial(_made, search, shape.replaced(micro_batches=count)))
+    for name, chunks in _other_schedules(search, shape):
         changed = shape.replaced(schedule=name, chunks=chunks)
         words = f"interleaved, {chunks} stages a rank" if chunks > 1 else str(name)
-        yield Neighbour(words, partial(_made, hunt, changed))
-    yield from _recomputing(hunt, best, shape)
-    yield from _sharding(hunt, shape)
-    if mesh.replicate > 1 and len(mesh.replicas) == 1 and "replicate" not in hunt.fixed and not hunt.devices:
+        yield Neighbour(words, partial(_made, search, changed))
+    yield from _recomputing(search, best, shape)
+    yield from _sharding(search, shape)
+    if mesh.replicate > 1 and len(mesh.replicas) == 1 and "replicate" not in search.fixed and not search.devices:
         half = mesh.replicate // 2
-        yield Neighbour(f"{half * mesh.stage * mesh.split} devices", partial(_replicas, hunt, shape, half))
+        yield Neighbour(f"{half * mesh.stage * mesh.split} devices", partial(_replicas, search, shape, half))
 
 
 def _axis_words(axis: str, size: int) -> str:
     return f"{axis} {size}" if size > 1 else "no split" if axis == "split" else "no pipeline"
 
 
-def _on_axis(hunt: PlanSearch, shape: PlanShape, axis: str, size: int) -> Iterator[PlanChoice]:
+def _on_axis(search: PlanSearch, shape: PlanShape, axis: str, size: int) -> Iterator[PlanChoice]:
     """Yield plans with another size of one axis.
 
     These are the plans that the search found, and similar plans on meshes that share another axis with the plan's mesh.
     """
     old = shape.mesh
-    yield from (choice for choice in hunt.found if getattr(choice.draft, axis) == size)
-    for mesh in _meshes(hunt, axis, size):
+    yield from (choice for choice in search.found if getattr(choice.draft, axis) == size)
+    for mesh in _meshes(search, axis, size):
         kept = [name for name in ("replicate", "stage", "split") if getattr(mesh, name) == getattr(old, name)]
         if not kept or mesh.size < 0.9 * old.size:
             continue
-        schedules = hunt.means.schedules(mesh)
+        schedules = search.techniques.schedules(mesh)
         schedule = (shape.schedule, shape.chunks)
         name, chunks = schedule if schedule in schedules else schedules[0] if schedules else (None, 1)
         shard = shape.shard if mesh.replicate > 1 else 0
         plain = shape.replaced(mesh=mesh, schedule=name, chunks=chunks, shard=shard)
-        for count in _near(hunt.means.micro_batches(mesh, hunt.batch), hunt.batch, mesh, shape):
-            yield from _made(hunt, plain.replaced(micro_batches=count))
+        for count in _near(search.techniques.micro_batches(mesh, search.batch), search.batch, mesh, shape):
+            yield from _made(search, plain.replaced(micro_batches=count))
 
 
-def _replicas(hunt: PlanSearch, shape: PlanShape, replicate: int) -> Iterator[PlanChoice]:
+def _replicas(search: PlanSearch, shape: PlanShape, replicate: int) -> Iterator[PlanChoice]:
     """Yield plans with another number of replicas, on otherwise equal meshes."""
     sizes = {"replicate": replicate, "stage": shape.mesh.stage, "split": shape.mesh.split}
-    for mesh in hunt.meshes(beyond_host=True, fixed=sizes):
+    for mesh in search.meshes(beyond_host=True, fixed=sizes):
         shard = shape.shard if replicate > 1 else 0
-        for count in _near(hunt.means.micro_batches(mesh, hunt.batch), hunt.batch, mesh, shape):
-            yield from _made(hunt, shape.replaced(mesh=mesh, shard=shard, micro_batches=count))
+        for count in _near(search.techniques.micro_batches(mesh, search.batch), search.batch, mesh, shape):
+            yield from _made(search, shape.replaced(mesh=mesh, shard=shard, micro_batches=count))
 
 
-def _meshes(hunt: PlanSearch, axis: str, size: int) -> Iterator[CandidateMesh]:
-    return hunt.meshes(beyond_host=True, fixed={axis: size})
+def _meshes(search: PlanSearch, axis: str, size: int) -> Iterator[CandidateMesh]:
+    return search.meshes(beyond_host=True, fixed={axis: size})
 
 
 def _near(counts: list[int], batch: int, mesh: CandidateMesh, shape: PlanShape) -> list[int]:
@@ -131,33 +131,35 @@ def _beside(counts: list[int], count: int) -> list[int]:
     return below[-1:] + above[:1]
 
 
-def _other_schedules(hunt: PlanSearch, shape: PlanShape) -> list[tuple[ScheduleName | None, int]]:
+def _other_schedules(search: PlanSearch, shape: PlanShape) -> list[tuple[ScheduleName | None, int]]:
     """Return the other schedules; of those with several stages per rank, only the nearest."""
-    found = [pair for pair in hunt.means.schedules(shape.mesh) if pair != (shape.schedule, shape.chunks)]
+    found = [pair for pair in search.techniques.schedules(shape.mesh) if pair != (shape.schedule, shape.chunks)]
     several = sorted((pair for pair in found if pair[1] > 1), key=lambda pair: abs(pair[1] - shape.chunks))[:1]
     return [pair for pair in found if pair[1] == 1] + list(several)
 
 
-def _recomputing(hunt: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterator[Neighbour]:
-    if "recompute" in hunt.fixed:
+def _recomputing(search: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterator[Neighbour]:
+    if "recompute" in search.fixed:
         return
     if any(best.draft.recompute):
-        yield Neighbour("no recompute", lambda: [hunt.tailor.draft(shape, ())])
+        yield Neighbour("no recompute", lambda: [search.builder.draft(shape, ())])
     if not best.draft.recompute or not all(best.draft.recompute):
-        yield Neighbour("recompute everywhere", lambda: [hunt.tailor.draft(shape, (True,) * shape.stages)])
+        yield Neighbour("recompute everywhere", lambda: [search.builder.draft(shape, (True,) * shape.stages)])
 
 
-def _sharding(hunt: PlanSearch, shape: PlanShape) -> Iterator[Neighbour]:
-    levels = [exchange["shard"] for exchange in hunt.means.exchanges(shape) if not exchange["comm_dtype"]]
+def _sharding(search: PlanSearch, shape: PlanShape) -> Iterator[Neighbour]:
+    levels = [exchange["shard"] for exchange in search.techniques.exchanges(shape) if not exchange["comm_dtype"]]
     for level in _beside(sorted(set(levels)), shape.shard):
         words = f"shard {level}" if level else "no shard"
         changed = shape.replaced(shard=level, comm_dtype=None, approximate=None)
-        yield Neighbour(words, partial(_made, hunt, changed))
+        yield Neighbour(words, partial(_made, search, changed))
 
 
-def _made(hunt: PlanSearch, shape: PlanShape) -> list[PlanChoice]:
+def _made(search: PlanSearch, shape: PlanShape) -> list[PlanChoice]:
     """Return the plans of this shape that fit, or the one with recompute everywhere if none fits."""
-    return hunt.tailor.fitting(shape) or [hunt.tailor.draft(shape, hunt.fixed.get("recompute", (True,) * shape.stages))]
+    return search.builder.fitting(shape) or [
+        search.builder.draft(shape, search.fixed.get("recompute", (True,) * shape.stages))
+    ]
 
 
 # ---- reasons as text ----

@@ -24,16 +24,15 @@ from echelon.planner.cost.system import ECHELON, System
 from echelon.planner.default_run import FP32_EAGER, DefaultRun
 from echelon.planner.model_costs import ProfileLike
 from echelon.planner.plan_search.draft_builder import DraftAttempt, DraftBuilder
+from echelon.planner.plan_search.helpful_techniques import would_help
 from echelon.planner.plan_search.meshes import CandidateMesh, MeshBounds, commonest, find_meshes, find_pools
 from echelon.planner.plan_search.plan_shapes import (
-    APPROXIMATE,
     AllowedTechniques,
     PlanShape,
     amp_of,
-    combines,
     mechanisms,
 )
-from echelon.planner.plan_search.search_result import HelpfulTechnique, PlanChoice, RejectedPlan, SearchResult
+from echelon.planner.plan_search.search_result import TIE, HelpfulTechnique, PlanChoice, RejectedPlan, SearchResult
 
 __all__ = ["HelpfulTechnique", "PlanChoice", "RejectedPlan", "SearchResult", "search"]
 
@@ -46,7 +45,6 @@ NEAR = 1.25  # times the fastest plan: the error of the closed forms
 FEW_ACTIONS = 500  # largest number of actions of a schedule that is simulated repeatedly
 MOST_ACTIONS = 250_000  # largest number of simulated actions in a search
 NOTHING = 0.005  # fraction of a step's time: a smaller difference is ignored
-TIE = 0.02  # fraction of a step's time below which two plans count as equally fast: the accuracy of predictions
 
 
 def search(
@@ -82,10 +80,10 @@ def search(
     begin = time.perf_counter()
     if batch < 1:
         raise UsageError(f"batch={batch}: a step takes 1 sample or more")
-    hunt = PlanSearch(
+    plan_search = PlanSearch(
         profile, with_memory_limit(cluster, memory), batch, tuple(allow), optimizer, system, fixed or {}, devices, usual
     )
-    answer = hunt.answer(keep)
+    answer = plan_search.answer(keep)
     return dataclasses.replace(answer, seconds=time.perf_counter() - begin)
 
 
@@ -114,11 +112,11 @@ class PlanSearch:
 
     def __post_init__(self) -> None:
         self.costs = CostModel(self.profile, self.cluster, self.system, self.optimizer)
-        self.tailor = DraftBuilder(self.costs, self.batch, self.fixed, self.usual)
+        self.builder = DraftBuilder(self.costs, self.batch, self.fixed, self.usual)
         units = len(self.profile.names)
-        self.means = AllowedTechniques(units, self.optimizer, (None,), frozenset(self.allow), self.fixed)
-        self.means.check()
-        self.means = dataclasses.replace(self.means, amps=self._amps())
+        self.techniques = AllowedTechniques(units, self.optimizer, (None,), frozenset(self.allow), self.fixed)
+        self.techniques.check()
+        self.techniques = dataclasses.replace(self.techniques, amps=self._amps())
         self.layers = commonest(self.costs.units.sheet(1, 1, None).units)
         self.found: list[PlanChoice] = []
         self._best: dict[object, float] = {}
@@ -131,22 +129,22 @@ class PlanSearch:
     def answer(self, keep: int) -> SearchResult:
         from echelon.planner.plan_search.infeasible import nearest_plan
 
-        self.look(beyond_host=False)
+        self.explore(beyond_host=False)
         if self.found:
             best, rejected = self.settled()
         # If a neighbor with a split over several hosts is the best plan, others of that kind may be faster still.
         if not self.found or best[0].draft.split > self.in_host:
-            self.look(beyond_host=True)
+            self.explore(beyond_host=True)
             if not self.found:
-                return SearchResult((), (), self.tailor.made, 0.0, nearest=nearest_plan(self))
+                return SearchResult((), (), self.builder.made, 0.0, nearest=nearest_plan(self))
             best, rejected = self.settled()
-        helps = tuple(self.would_help(best[0]))
+        helps = tuple(would_help(self, best[0]))
         behind = [choice for choice in best[1:] if choice.seconds >= best[0].seconds]
         as_quick = tuple(choice for choice in best[1:] if choice.seconds < best[0].seconds)
         return SearchResult(
             (best[0], *behind[: keep - 1]),
             rejected,
-            self.tailor.made,
+            self.builder.made,
             0.0,
             helps,
             notes=tuple(self.notes(best[0])),
@@ -173,9 +171,9 @@ class PlanSearch:
             rejected = tuple(neighbours(self, best[0]))
         return best, rejected
 
-    # ---- looking ----
+    # ---- exploring ----
 
-    def look(self, beyond_host: bool) -> None:
+    def explore(self, beyond_host: bool) -> None:
         """Fill ``found`` with plans that fit, the fastest first according to closed forms.
 
         The heap is ordered by the least possible time. An attempt that does not fit is replaced by attempts that take
@@ -186,7 +184,7 @@ class PlanSearch:
         for group in self.groups(beyond_host):
             self._wait(group.bound, group)
         exhaustive = len(self._waiting) * 18 <= EXHAUSTIVE
-        while self._waiting and self.tailor.made < MOST_DRAFTS and self.tailor.checks < MOST_CHECKS:
+        while self._waiting and self.builder.made < MOST_DRAFTS and self.builder.checks < MOST_CHECKS:
             bound, _, item = heapq.heappop(self._waiting)
             if bound > self._worth():
                 break
@@ -203,9 +201,9 @@ class PlanSearch:
         """Add the shapes of a group to the heap; if the search is not exhaustive, only the initial ones."""
         if not self.may_fit(group.mesh):
             return
-        shapes = list(self.means.shapes(group.mesh, group.micro_batches))
+        shapes = list(self.techniques.shapes(group.mesh, group.micro_batches))
         for shape in shapes if exhaustive else self._to_begin_with(shapes):
-            attempt = self.tailor.first(shape)
+            attempt = self.builder.first(shape)
             self._wait(attempt.timed.seconds, attempt)
 
     def _to_begin_with(self, shapes: Sequence[PlanShape]) -> list[PlanShape]:
@@ -225,23 +223,23 @@ class PlanSearch:
         """
         key = (shape.mesh.key, shape.shard, shape.comm_dtype, shape.approximate)
         if key not in self._least_counts:
-            counts = self.means.micro_batches(shape.mesh, self.batch)
-            at = bisect_left(counts, True, key=lambda count: self.tailor.may_fit(shape.replaced(micro_batches=count)))
+            counts = self.techniques.micro_batches(shape.mesh, self.batch)
+            at = bisect_left(counts, True, key=lambda count: self.builder.may_fit(shape.replaced(micro_batches=count)))
             self._least_counts[key] = counts[at] if at < len(counts) else self.batch + 1
         return shape.micro_batches >= self._least_counts[key]
 
     def _try(self, attempt: DraftAttempt, exhaustive: bool) -> None:
-        choice = self.tailor.checked(attempt)
+        choice = self.builder.checked(attempt)
         if choice is None:
-            for other in self.tailor.instead(attempt):
+            for other in self.builder.instead(attempt):
                 self._wait(other.timed.seconds, other)
             return
         self._note(choice)
-        schedules = self.means.schedules(attempt.shape.mesh)
+        schedules = self.techniques.schedules(attempt.shape.mesh)
         if exhaustive or (attempt.shape.schedule, attempt.shape.chunks) != schedules[0]:
             return
         for schedule, chunks in schedules[1:]:
-            other = self.tailor.first(attempt.shape.replaced(schedule=schedule, chunks=chunks))
+            other = self.builder.first(attempt.shape.replaced(schedule=schedule, chunks=chunks))
             self._wait(other.timed.seconds, other)
 
     def _note(self, choice: PlanChoice) -> None:
@@ -256,7 +254,7 @@ class PlanSearch:
 
     def groups(self, beyond_host: bool) -> Iterator[PlanGroup]:
         for mesh in self.meshes(beyond_host):
-            for count in self.means.micro_batches(mesh, self.batch):
+            for count in self.techniques.micro_batches(mesh, self.batch):
                 yield PlanGroup(self._bound(mesh, count), mesh, count)
 
     def meshes(self, beyond_host: bool, fixed: Mapping[str, int] | None = None) -> Iterator[CandidateMesh]:
@@ -267,29 +265,29 @@ class PlanSearch:
 
     def _bound(self, mesh: CandidateMesh, micro_batches: int) -> float:
         """Return a lower bound on the seconds: evenly distributed compute, and the least idle time of a pipeline."""
-        shape = PlanShape(mesh, micro_batches, amp=self.means.amps[0])
-        replicas = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.replicas)
-        rate = sum(count / self.tailor.least_seconds(shape, device) for count, device in mesh.kinds)
-        alone = self.tailor.least_seconds(shape, mesh.replicas[0][1])
+        shape = PlanShape(mesh, micro_batches, amp=self.techniques.amps[0])
+        replicas = sum(count / self.builder.least_seconds(shape, device) for count, device in mesh.replicas)
+        rate = sum(count / self.builder.least_seconds(shape, device) for count, device in mesh.kinds)
+        alone = self.builder.least_seconds(shape, mesh.replicas[0][1])
         working = self.batch / replicas / alone / rate
-        return 0.9 * (working + (mesh.stage - 1) * self.tailor.samples(shape) / rate / 4)
+        return 0.9 * (working + (mesh.stage - 1) * self.builder.samples(shape) / rate / 4)
 
     def may_fit(self, mesh: CandidateMesh) -> bool:
         """Return True if the plan with the least memory on this mesh fits, by a quick check."""
         if mesh.key not in self._frugal:
-            self._frugal[mesh.key] = any(map(self.tailor.may_fit, self._frugal_shapes(mesh)))
+            self._frugal[mesh.key] = any(map(self.builder.may_fit, self._frugal_shapes(mesh)))
         return self._frugal[mesh.key]
 
     def surely_fits(self, mesh: CandidateMesh) -> bool:
         shapes = self._frugal_shapes(mesh)
-        return self.may_fit(mesh) and any(self.tailor.fitting(shape) for shape in shapes)
+        return self.may_fit(mesh) and any(self.builder.fitting(shape) for shape in shapes)
 
     def _frugal_shapes(self, mesh: CandidateMesh) -> Iterator[PlanShape]:
         """Yield the shapes with the least memory: the smallest micro-batches, and the highest levels of sharding."""
-        counts, schedules = self.means.micro_batches(mesh, self.batch), self.means.schedules(mesh)
+        counts, schedules = self.techniques.micro_batches(mesh, self.batch), self.techniques.schedules(mesh)
         for schedule, chunks in schedules[:1]:
-            plain = PlanShape(mesh, counts[-1], schedule, chunks, amp=self.means.amps[0])
-            exchanges = sorted(self.means.exchanges(plain), key=lambda exchange: -exchange["shard"])
+            plain = PlanShape(mesh, counts[-1], schedule, chunks, amp=self.techniques.amps[0])
+            exchanges = sorted(self.techniques.exchanges(plain), key=lambda exchange: -exchange["shard"])
             for exchange in exchanges[:2]:
                 yield plain.replaced(**exchange)
 
@@ -307,7 +305,9 @@ class PlanSearch:
         near = [choice for choice in quickest if choice.seconds <= NEAR * quickest[0].seconds]
         chosen = list({one.draft: one for one in [*list(best.values())[:FINALISTS], *near[:FINALISTS]]}.values())
         others = [
-            self.tailor.predicted(choice.draft.replaced(amp=amp)) for choice in chosen for amp in self.means.amps[1:]
+            self.builder.predicted(choice.draft.replaced(amp=amp))
+            for choice in chosen
+            for amp in self.techniques.amps[1:]
         ]
         chosen += [choice for choice in others if choice.prediction.fits]
         return sorted((self.polished(choice) for choice in chosen), key=lambda choice: choice.seconds)
@@ -321,7 +321,7 @@ class PlanSearch:
             for moved in (cut - 1, cut + 1):
                 cuts = (*choice.draft.cuts[:at], moved, *choice.draft.cuts[at + 1 :])
                 if _ascending((0, *cuts, len(self.profile.names))):
-                    other = self.timed(self.tailor.predicted(choice.draft.replaced(cuts=cuts)))
+                    other = self.timed(self.builder.predicted(choice.draft.replaced(cuts=cuts)))
                     if other.prediction.fits and other.seconds < choice.seconds * (1 - 1e-9):
                         choice = other
         return choice
@@ -358,7 +358,7 @@ class PlanSearch:
         """Return both choices with comparable times: both simulated or, for long schedules, both by closed forms."""
         if max(_actions(best.draft), _actions(other.draft)) <= MOST_ACTIONS // 10:
             return best, self.exactly(other)
-        return self.tailor.predicted(best.draft), other
+        return self.builder.predicted(best.draft), other
 
     def shape_of(self, draft: Draft) -> PlanShape:
         """Return the shape of a draft, with the mesh that the draft was made from."""
@@ -384,31 +384,6 @@ class PlanSearch:
                 seen.add((mesh.stage, mesh.split))
                 yield mesh
 
-    # ---- notes ----
-
-    def would_help(self, best: PlanChoice) -> Iterator[HelpfulTechnique]:
-        """Yield the techniques that were not allowed and would make the best plan faster."""
-        for name in APPROXIMATE:
-            draft = None if name in self.allow else self._with(best.draft, name)
-            if draft is None or draft == best.draft:
-                continue
-            choice = self.exactly(self.tailor.predicted(draft))
-            change = choice.seconds / best.seconds - 1
-            if choice.prediction.fits and change < -TIE:
-                yield HelpfulTechnique(name, draft, choice.prediction, change)
-
-    def _with(self, draft: Draft, name: str) -> Draft | None:
-        """Return the plan with this technique added, or None if they cannot be combined."""
-        if name == "amp":
-            return None if draft.amp else draft.replaced(amp=amp_of(self.cluster))
-        if draft.replicate == 1 or draft.comm_dtype or draft.approximate:
-            return None
-        change = {"fp16_allreduce": {"comm_dtype": "fp16"}}.get(name, {"approximate": name})
-        marked = draft.stage > 1 or draft.split > 1 or draft.micro_batches > 1
-        if not combines(marked, 0, change.get("comm_dtype"), change.get("approximate"), self.optimizer):
-            return None
-        return draft.replaced(shard=0, **change)
-
     def notes(self, best: PlanChoice) -> Iterator[str]:
         there = min(self.cluster.size, self.devices or self.cluster.size)
         idle = there - best.draft.ranks
@@ -428,7 +403,7 @@ class PlanSearch:
         device = self.cluster.kinds[0]
         mesh = CandidateMesh(1, 1, 1, (device,), ((1, device),))
         times = {
-            amp: self.tailor.micro_batch_seconds(PlanShape(mesh, amp=amp), device)[-1]
+            amp: self.builder.micro_batch_seconds(PlanShape(mesh, amp=amp), device)[-1]
             for amp in (None, amp_of(self.cluster))
         }
         first, second = sorted(times, key=lambda amp: times[amp])

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import Prediction
 
+TIE = 0.02  # fraction of a step's time below which two plans count as equally fast: the accuracy of predictions
+
 
 @dataclass(frozen=True)
 class PlanChoice:

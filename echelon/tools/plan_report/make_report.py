@@ -14,6 +14,7 @@ from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.cost.system import ECHELON, STATE, System
 from echelon.planner.default_run import DefaultRun, capabilities_of, find_default_run
+from echelon.planner.plan_search.helpful_techniques import would_help
 from echelon.planner.plan_search.neighbours import neighbours
 from echelon.planner.plan_search.search import PlanSearch, search
 from echelon.planner.plan_search.search_result import PlanChoice, SearchResult
@@ -116,7 +117,7 @@ class ReportPlanner:
         """
         if draft.ranks > cluster.size:
             raise UsageError(f"the plan is for {draft.ranks} devices, and {cluster} has {cluster.size}; give --cluster")
-        hunt = PlanSearch(
+        plan_search = PlanSearch(
             self.source.profile,
             cluster,
             draft.batch,
@@ -126,10 +127,10 @@ class ReportPlanner:
             {},
             usual=self.usual.of_draft(draft),
         )
-        hunt.look(beyond_host=False)  # neighbours() picks the best plan of each kind from what this finds
+        plan_search.explore(beyond_host=False)  # neighbours() picks the best plan of each kind from what this finds
         choice = PlanChoice(draft, self._predict(draft, cluster, events=False))
-        rejected, helps = tuple(neighbours(hunt, choice)), tuple(hunt.would_help(choice))
-        return SearchResult((choice,), rejected, 0, 0.0, helps, notes=tuple(hunt.notes(choice)))
+        rejected, helps = tuple(neighbours(plan_search, choice)), tuple(would_help(plan_search, choice))
+        return SearchResult((choice,), rejected, 0, 0.0, helps, notes=tuple(plan_search.notes(choice)))
 
     def same(self, draft: Draft, here: Cluster) -> sensitivity.Ask:
         """Return a function that predicts this plan on another cluster, without a search.
