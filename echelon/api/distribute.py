@@ -307,14 +307,15 @@ def _backend(
     model: nn.Module, strategy: Strategy, optimizers: Mapping[str, torch.optim.Optimizer], world: World
 ) -> ServerBackend:
     """Return a parameter-server session if the strategy, the job or a sparse table needs one, else ``NoServers``."""
-    requested = strategy.part(ParameterServer)
-    if requested is None and world.role.role == "alone" and not _has_tables(model):
+    requested, alone = strategy.part(ParameterServer), world.role.role == "alone"
+    if requested is None and alone and not _has_tables(model):
         return NoServers()
-    if world.role.role == "alone" and world.size > 1:
+    if alone and world.size > 1:
+        return _collective(model, strategy, world)
+    if requested is not None and requested.mode == "collective" and not alone:
         raise UsageError(
-            f"this job has {world.size} processes and no parameter servers, which "
-            f"{'ps' if requested else 'a SparseEmbedding'} needs; start it with 'echelon run --servers 1 --workers "
-            f"{world.size} ...'"
+            "ps='collective' keeps tables in the workers, and this job has parameter servers; start it with 'echelon "
+            f"run --procs {world.size} ...', or choose another mode, such as ps='sync'"
         )
     from echelon.parameter_server.worker.session import ParameterServerSession
 
@@ -322,6 +323,22 @@ def _backend(
     if session.dense and len(optimizers) > 1:
         raise UsageError("parameter servers run one optimizer; give one, or ParameterServer(dense='allreduce')")
     return session
+
+
+def _collective(model: nn.Module, strategy: Strategy, world: World) -> ServerBackend:
+    """Return the session of a job of several processes without servers, whose workers hold the tables."""
+    requested = strategy.part(ParameterServer)
+    if requested is not None and requested.mode != "collective":
+        raise UsageError(
+            f"this job has {world.size} processes and no parameter servers, which ps='{requested.mode}' needs; start it "
+            f"with 'echelon run --servers 1 --workers {world.size} ...', or use ps='collective', which needs none"
+        )
+    from echelon.parameter_server.worker.collective_session import CollectiveSession
+
+    if requested is None:  # the default refuses what does not combine with it, as if it had been asked for
+        requested = dataclasses.replace(strategy, ps="collective").part(ParameterServer)
+    assert requested is not None
+    return CollectiveSession(requested, world, model)
 
 
 def _has_tables(model: nn.Module) -> bool:

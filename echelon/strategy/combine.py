@@ -38,6 +38,8 @@ class Conflict:
 Verdict = CombinationChange | Conflict
 
 _ONE_OF_TWO = "choose one of the two"
+#: Tables in the workers, beside which more is possible than beside servers, named "ps".
+COLLECTIVE = "ps=collective"
 
 _AMONG_ALL: dict[tuple[str, str], Verdict] = {
     ("lars", "lamb"): Conflict("each is the optimizer", "choose lars for SGD models or lamb for Adam models"),
@@ -124,6 +126,7 @@ _WITH_MARKS: dict[str, Verdict] = {
         "replicas that step alone are whole models on one device", "drop adaptive_localsgd, or the marks"
     ),
     "ps": Conflict("workers of a parameter server run whole models", "drop ps, or the marks"),
+    COLLECTIVE: Conflict("workers with sparse tables run whole models", "drop the marks, or the tables"),
     "auto": BESIDE_AUTO,
     "low_memory": Conflict("low_memory trains whole models on one device", "drop low_memory, or the marks"),
 }
@@ -166,6 +169,22 @@ _WITH_SERVERS: dict[str, Verdict] = {
     "lamb": CombinationChange("each parameter lies whole on one server, which sees all of it"),
 }
 
+#: Options beside tables in the workers: dense parameters are trained as without tables.
+_WITH_COLLECTIVE_TABLES: dict[str, Verdict] = {
+    "dgc": Conflict(
+        "rows are updated exactly in each step, DGC delays gradients", "drop dgc, or use fp16_allreduce in its place"
+    ),
+    "localsgd": Conflict("workers share the rows of every step", "drop localsgd, or use ps='geo'"),
+    "adaptive_localsgd": Conflict("workers share the rows of every step", "drop adaptive_localsgd, or use ps='geo'"),
+    "reduction.op=sum": Conflict("tables take the mean", "leave op='mean'"),
+    "lr_scaling": CombinationChange("only rates of dense parameters are scaled; tables step with their own"),
+    "clip": CombinationChange("dense gradients are clipped; rows of tables are not"),
+    "amp=fp16": CombinationChange("an overflow anywhere skips the step everywhere, also for tables"),
+    "recompute": CombinationChange("rows are read once and used in both passes"),
+    "gradient_merge": CombinationChange("the merged gradient of a row is applied once; rows are read for each pass"),
+    "fp16_allreduce": CombinationChange("dense gradients travel in 16 bits; rows and their gradients in 32"),
+}
+
 _IN_BF16 = "low_memory computes in bf16, the form its weights have"
 _STEPS_IN_BACKWARD = "each gradient is applied and freed while backward runs"
 
@@ -178,6 +197,7 @@ _WITH_LOW_MEMORY: dict[str, Verdict] = {
     "adaptive_localsgd": Conflict("averages of weights would lose their remainders", "choose one of the two"),
     "shard": Conflict("low_memory keeps its state whole, on the device and in host memory", "choose one of the two"),
     "ps": Conflict("servers hold parameters and optimizer state already", "choose one of the two"),
+    COLLECTIVE: Conflict("gradients of rows come after backward, with those of all workers", "drop low_memory"),
     "gradient_merge": Conflict(_STEPS_IN_BACKWARD, "use a larger batch with recompute in place of gradient_merge"),
     "fp16_allreduce": Conflict("low_memory sums its gradients in fp32 by itself", "drop fp16_allreduce"),
     "clip": Conflict(f"{_STEPS_IN_BACKWARD}, before the norm of all is known", "drop clip, and lower the rate instead"),
@@ -199,11 +219,24 @@ TABLE: dict[tuple[str, str], Verdict] = _AMONG_ALL | {
 TABLE |= {(name, "shard"): verdict for name, verdict in _WITH_SHARD.items()}
 TABLE |= {(name, mark): verdict for mark in ("split", "pipeline", "stages") for name, verdict in _WITH_MARKS.items()}
 TABLE |= {(name, "ps"): verdict for name, verdict in _WITH_SERVERS.items()}
+TABLE |= {(name, COLLECTIVE): verdict for name, verdict in _WITH_COLLECTIVE_TABLES.items()}
 TABLE |= {(name, "low_memory"): verdict for name, verdict in _WITH_LOW_MEMORY.items()}
 TABLE |= {(name, "lora"): verdict for name, verdict in _WITH_LORA.items()}
 
 _EVERY_OPTION = (
-    *("amp", "amp=fp16", "recompute", "lars", "lamb", "dgc", "localsgd", "adaptive_localsgd", "shard", "ps"),
+    *(
+        "amp",
+        "amp=fp16",
+        "recompute",
+        "lars",
+        "lamb",
+        "dgc",
+        "localsgd",
+        "adaptive_localsgd",
+        "shard",
+        "ps",
+        COLLECTIVE,
+    ),
     *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
     *("low_memory", "lora"),
 )
@@ -242,7 +275,10 @@ def active_names(strategy: Strategy) -> Iterator[str]:
         value: Any = getattr(strategy, field.name)
         if field.name not in active:
             continue
-        yield f"{field.name}=False" if value is False else field.name
+        # tables in the workers combine with more than servers do, so they are a name of their own
+        in_workers = field.name == "ps" and value.mode == "collective"
+        if not in_workers:
+            yield f"{field.name}=False" if value is False else field.name
         if dataclasses.is_dataclass(value):
             for setting, choice in vars(value).items():
                 is_whole = SHORTHAND.get(field.name) == setting

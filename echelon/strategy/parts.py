@@ -376,6 +376,7 @@ class ParameterServer:
                     "bounded": async, but no worker is more than ``staleness`` steps ahead of the slowest
                     "geo":     workers step locally and exchange changes every ``k_steps`` steps
                     "hybrid":  async for sparse tables, all-reduce between the workers for dense parameters
+                    "collective": no servers: the workers hold the tables; equals one process on the global batch
     sync_mode:      alternative to ``mode``: True is mode="sync", False is mode="async"
     dense:          place of dense parameters: "servers", or "allreduce" (on the workers)
     staleness:      largest number of steps ahead in mode "bounded", default 4
@@ -398,7 +399,7 @@ class ParameterServer:
     >>> strategy = echelon.Strategy(ps=echelon.ParameterServer(mode="bounded", staleness=2))
     """
 
-    mode: Literal["sync", "async", "bounded", "geo", "hybrid"] = "sync"
+    mode: Literal["sync", "async", "bounded", "geo", "hybrid", "collective"] = "sync"
     sync_mode: bool | None = None
     dense: Literal["servers", "allreduce"] | None = None
     staleness: int = 4
@@ -427,6 +428,9 @@ class ParameterServer:
         if self.mode == "hybrid":
             require(self.dense != "servers", self, "dense", "'allreduce' (or nothing) with mode='hybrid'")
             object.__setattr__(self, "mode", "async")
+            object.__setattr__(self, "dense", "allreduce")
+        if self.mode == "collective":
+            require(self.dense != "servers", self, "dense", "'allreduce' (or nothing) with mode='collective'")
             object.__setattr__(self, "dense", "allreduce")
         if self.mode == "geo":
             require(self.dense != "allreduce", self, "dense", "'servers' (or nothing) with mode='geo'")

@@ -58,7 +58,7 @@ class Strategy:
     adaptive_localsgd: localsgd with a k that follows the loss
     shard:             1, 2 or 3 (also ``True``), or a Shard: ZeRO level of optimizer state, gradients, parameters
     ps:                "sync" (also ``True``), "async", "bounded", "geo", "hybrid", or a ParameterServer: sparse tables
-                       and dense parameters on servers
+                       and dense parameters on servers; "collective": sparse tables in the workers
     low_memory:        True or a LowMemory: six bytes per parameter, for models that are too large for one device
     lora:              True, a rank, or a Lora: the weights are frozen, and low-rank adapters beside them are trained
     gradient_merge:    number of steps whose gradients are accumulated before one reduction and one update, default 1
@@ -87,7 +87,7 @@ class Strategy:
     localsgd: bool | LocalSgd | None = None
     adaptive_localsgd: bool | AdaptiveLocalSgd | None = None
     shard: bool | Literal[1, 2, 3] | Shard | None = None
-    ps: bool | Literal["sync", "async", "bounded", "geo", "hybrid"] | ParameterServer | None = None
+    ps: bool | Literal["sync", "async", "bounded", "geo", "hybrid", "collective"] | ParameterServer | None = None
     low_memory: bool | LowMemory | None = None
     lora: bool | int | Lora | None = None
     gradient_merge: int = 1

@@ -69,20 +69,20 @@ class PushRequest:
     worker: int
     seq: int
     weight: float
-    loss: float
     version: int
-    rates: dict[str, float]
-    limits: dict[str, int]
-    groups: list[dict[str, Any]]
-    kind: str
-    values: bool
-    commit: bool
     ids: dict[str, Ids]
     rows: dict[str, Floats]
-    dense: Floats | None
-    pulled_rows: dict[str, Floats]
-    pulled_dense: Floats | None
-    blob: NDArray[np.uint8] | None
+    rates: dict[str, float]
+    limits: dict[str, int]
+    loss: float = 0.0
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    kind: str = "gradient"
+    values: bool = False
+    commit: bool = True
+    dense: Floats | None = None
+    pulled_rows: dict[str, Floats] = field(default_factory=dict)
+    pulled_dense: Floats | None = None
+    blob: NDArray[np.uint8] | None = None
 
 
 def read_pull(frame: WireMessage, layout: ShardRequestSchema) -> PullRequest:

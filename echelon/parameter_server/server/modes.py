@@ -127,9 +127,13 @@ class SyncMode(UpdateMode):
     def settle(self) -> None:
         while not self.frozen and not self._waits_for() and self._wanted():
             held = self._held.pop(self.version, {})
-            self._apply([held[worker][0] for worker in self.members.at(self.version)])
-            self.version += 1
-            self.on_step()
+            self.apply_step([held[worker][0] for worker in self.members.at(self.version)])
+
+    def apply_step(self, pushes: list[PushRequest]) -> None:
+        """Apply the pushes of all workers to the present step, in the order of workers."""
+        self._apply(pushes)
+        self.version += 1
+        self.on_step()
 
     def _wanted(self) -> bool:
         """Return True if a worker takes part in this step or is still live; a step without members is skipped."""

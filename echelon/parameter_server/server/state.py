@@ -16,10 +16,10 @@ from echelon.base.errors import EchelonError, MismatchError, PeerLost
 from echelon.base.heartbeat_monitor import HeartbeatMonitor
 from echelon.parameter_server.protocol.job_spec import BLOBS, JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.protocol.request import ShardRequestSchema, read_push
+from echelon.parameter_server.protocol.request import PushRequest, ShardRequestSchema, read_push
 from echelon.parameter_server.server.dense import DenseShard
 from echelon.parameter_server.server.job_workers import JobWorkers, WorkerMembership
-from echelon.parameter_server.server.modes import MODES, UpdateMode
+from echelon.parameter_server.server.modes import MODES, SyncMode, UpdateMode
 from echelon.parameter_server.server.monotonic_time import MonotonicTime
 from echelon.parameter_server.server.staleness import Staleness
 from echelon.parameter_server.server.store import ServerStore
@@ -165,6 +165,20 @@ class ServerState:
         if self.broken:
             raise EchelonError(self.broken)
         return answer
+
+    def apply_step(self, pushes: list[PushRequest]) -> None:
+        """Apply a whole step at once and without a journal, for workers that hold the tables themselves."""
+        with self.lock:
+            assert isinstance(self.mode, SyncMode)
+            self.store.moment(self.lsn + 1, self._time.now())
+            try:
+                self.mode.apply_step(pushes)
+            except EchelonError as error:
+                self.stop_serving(" ".join(str(error).split()))  # the step was applied only in part
+                raise
+            finally:
+                self.lsn += 1
+            self._note_evicted()
 
     def apply(self, frame: WireMessage) -> dict[str, Any]:
         """Apply a journaled change. The result depends on nothing but the state and the message."""

@@ -93,17 +93,17 @@ class Table:
 
     # reading
 
-    def pull(self, ids: Int64s) -> Float32s:
-        """Return the weights of each id, [n, dim]; ids may come in any order and may repeat."""
-        return self._read(ids, self.dim)
+    def pull(self, ids: Int64s, out: Float32s | None = None) -> Float32s:
+        """Return the weights of each id, [n, dim], in ``out`` if given; ids may come in any order and may repeat."""
+        return self._read(ids, self.dim, out)
 
     def pull_state(self, ids: Int64s) -> Float32s:
         """Return the weights and state of each id, [n, dim + state]."""
         return self._read(ids, self.dim + self.state)
 
-    def _read(self, ids: Int64s, width: int) -> Float32s:
+    def _read(self, ids: Int64s, width: int, out: Float32s | None = None) -> Float32s:
         ids = readable(ids, np.int64)
-        out = np.empty((len(ids), width), np.float32)
+        out = np.empty((len(ids), width), np.float32) if out is None else out
         with self._lock:
             slots = self._found(ids)
             records.gather(ids, slots, self._arena.floats, self._shape, self._first, width, out)

@@ -38,7 +38,7 @@ class IdPartition:
     """The ids of one table sorted by server: ``order`` is the permutation, ``counts`` the number of ids per server."""
 
     ids: Ids
-    order: Ids | None  # None: one server, so the order is unchanged
+    order: Ids | None  # None: the ids were sorted by server before
     counts: list[int]
 
     @classmethod
@@ -124,7 +124,7 @@ class PullFuture:
 
 def _in_place(parts: list[Floats], order: Ids | None) -> Floats:
     if order is None:
-        return parts[0]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
     rows = np.empty((len(order), parts[0].shape[1]), np.float32)
     rows[order] = np.concatenate(parts)
     return rows
@@ -160,12 +160,13 @@ class ParameterServerClient:
     def __init__(self, links: Sequence[ChannelProtocol], job: JobSpec, worker: int) -> None:
         self.links, self.job, self.worker = list(links), job, worker
         self._tables: dict[str, TableSpec] = {table.name: table for table in job.tables}
+        self.shards = job.servers  #: number of servers, or of workers that hold the tables
         self.seq = 0  #: sequence number of the next push
         self._moment = PullVersions([0] * len(self.links), 0)  # of the dense blocks' last read
         self._under_way: deque[list[Future[WireMessage]]] = deque()
         self._newest: list[Floats] = []  # the blocks' values in the last answer to a push that requested them
         self._committed = -1
-        self.occupancy = Occupancy(job.tables, len(self.links))
+        self.occupancy = Occupancy(job.tables, self.shards)
         self._staleness: list[int] = []  # of the pushes answered since the list was last taken
 
     def take_staleness(self) -> list[int]:

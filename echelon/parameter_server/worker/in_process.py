@@ -46,12 +46,15 @@ class OnDemandPersistence(ShardPersistence):
         return False
 
 
-def own_shard() -> ServerShard:
-    """Return a shard that holds all tables; files of its disk tier are in a temporary directory."""
+def own_shard(index: int = 0, servers: int = 1) -> ServerShard:
+    """Return a shard in this process, by default of all buckets; files of its disk tier are in a temporary directory."""
     scratch = tempfile.TemporaryDirectory(prefix="echelon-tables-")
     place = Path(scratch.name)
     shard = ServerShard(
-        0, 1, directory=place, keep=lambda shard: OnDemandPersistence(shard, place, PersistenceSettings(journal=False))
+        index,
+        servers,
+        directory=place,
+        keep=lambda shard: OnDemandPersistence(shard, place, PersistenceSettings(journal=False)),
     )
     weakref.finalize(shard, scratch.cleanup)
     return shard

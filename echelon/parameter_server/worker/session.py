@@ -23,6 +23,7 @@ from echelon.base.formatting import brief, things
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.persistence.requested_path import absolute
+from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker.catch_up import attach
 from echelon.parameter_server.worker.client import ParameterServerClient, PullFuture, WorkerUpdate
@@ -102,22 +103,34 @@ class ParameterServerSession:
             optimizer if self.dense else None,
             trained,
             session=self._session(),
-            servers=max(1, len(self.role.endpoints)),
+            servers=self._shards,
             trainers=self.workers,
             seed=self._seed,
         )
-        self._contact = ServerConnections(self.role, job, self.settings.timeout)
-        self.client = ParameterServerClient(self._contact.links, job, self.worker)
         self._blocks = DenseBlockBuffers(job.blocks, trained, job.servers)
-        if self.settings.mode == "geo":
-            self._geo = GeoWorker(self.client, self._blocks, self.workers, self.settings.k_steps)
-        pull = None if self._geo is None else self._geo.pull
-        self.reading = SparseLookup(self.client, self._device, self.catch_up, pull)
+        self._connect(job)
         for name, (_, modules) in self._tables.items():
             for module in modules:
                 module.connect(name, lambda: self.reading)
         if self.dense and not self.steps_together:
             self._hooks = attach(self._model, self.catch_up)
+        self._greet()
+
+    @property
+    def _shards(self) -> int:
+        """The number of processes that hold tables."""
+        return max(1, len(self.role.endpoints))
+
+    def _connect(self, job: JobSpec) -> None:
+        self._contact = ServerConnections(self.role, job, self.settings.timeout)
+        self.client = ParameterServerClient(self._contact.links, job, self.worker)
+        if self.settings.mode == "geo":
+            self._geo = GeoWorker(self.client, self._blocks, self.workers, self.settings.k_steps)
+        pull = None if self._geo is None else self._geo.pull
+        self.reading = SparseLookup(self.client, self._device, self.catch_up, pull)
+
+    def _greet(self) -> None:
+        assert self.client is not None and self._contact is not None
         try:
             with self._contact.report_waits():
                 self.client.open()  # a server may find its earlier state only when it knows the session
@@ -327,15 +340,26 @@ class ParameterServerSession:
     def save(self, place: Path, step: int) -> str:
         """Save the servers' part of a checkpoint; worker 0 requests it, and the others wait. Return its name."""
         assert self.client is not None
+        self._refuse_merging()
         if not self.dense and self.remote:
             worlds.barrier()  # every worker's pushes have been answered
         if self.worker == 0:
-            directory = place / self.saved_as(step)
-            directory.mkdir(parents=True, exist_ok=True)
-            self.client.ask(op="save", path=str(absolute(directory)), step=step)
+            self._save_part(place / self.saved_as(step), step)
         if not self.dense and self.remote:
             worlds.barrier()
         return self.saved_as(step)
+
+    def _save_part(self, directory: Path, step: int) -> None:
+        assert self.client is not None
+        directory.mkdir(parents=True, exist_ok=True)
+        self.client.ask(op="save", path=str(absolute(directory)), step=step)
+
+    def _refuse_merging(self) -> None:
+        if self.reading.merges:
+            raise UsageError(
+                "a checkpoint does not contain gradients of rows: with gradient_merge, save after the engine.step() "
+                "that updates"
+            )
 
     def forget_saves(self, place: Path) -> None:
         """Remove servers' parts whose checkpoint is removed."""
@@ -351,15 +375,23 @@ class ParameterServerSession:
 
     def load(self, checkpoint: Path, name: str | None) -> None:
         """Load the servers' part of a checkpoint. Worker 0 requests it; others wait in ``begin``."""
-        assert self.client is not None
+        part = self._part_of(checkpoint, name)
+        if self.worker == 0:
+            self._load_part(part)
+
+    def _part_of(self, checkpoint: Path, name: str | None) -> Path:
+        """Return the directory of the servers' part of a checkpoint."""
         if name is None:
             raise CheckpointError(
                 f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with them"
             )
-        if self.worker == 0:
-            if not (isinstance(name, str) and re.fullmatch(r"servers-\d{8,20}", name)):
-                raise CheckpointError(f"{checkpoint} names {brief(name)} as its servers' part; use another checkpoint")
-            self.client.ask(op="load", path=str(absolute(checkpoint.parent / name)))
+        if not (isinstance(name, str) and re.fullmatch(r"servers-\d{8,20}", name)):
+            raise CheckpointError(f"{checkpoint} names {brief(name)} as its servers' part; use another checkpoint")
+        return absolute(checkpoint.parent / name)
+
+    def _load_part(self, part: Path) -> None:
+        assert self.client is not None
+        self.client.ask(op="load", path=str(part))
 
     def export(self, path: str | Path, table: str, since: int | None = None) -> int:
         """Let the servers write a table to Parquet or safetensors, by the suffix of ``path``; return its version.
@@ -420,9 +452,13 @@ class ParameterServerSession:
         servers = things(len(self.role.endpoints), "server")
         return f"{things(self.workers, 'worker')} x {self._device.type}, {servers}"
 
+    def _holders(self) -> str:
+        """Return a description of the processes that hold the tables."""
+        return things(len(self.role.endpoints), "server") if self.remote else "this process (no servers in this job)"
+
     def describe(self) -> Iterator[str]:
         """Yield the lines about tables and servers for the announcement of the run."""
-        where = things(len(self.role.endpoints), "server") if self.remote else "this process (no servers in this job)"
+        where = self._holders()
         for name, (spec, modules) in self._tables.items():
             rule = type(spec.rule).__name__.lower()
             shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""

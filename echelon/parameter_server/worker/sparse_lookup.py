@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,7 @@ class SparseLookup:
         self._views: dict[IdView, None] = {}
         self._leaves: list[Tensor] = []
         self._lookups: list[LookupBatch] = []
+        self._earlier: list[LookupBatch] = []  # of earlier passes, whose gradients are merged into one update
         self._ahead: deque[LookupBatch] = deque(maxlen=2)  # pulls for the next batches, in order
         self.moment: PullVersions | None = None  #: versions of this step's rows
         self.in_step = False
@@ -131,14 +132,19 @@ class SparseLookup:
     def begin(self, batch: Any, dense: bool) -> None:
         """Start a step on ``batch`` and receive its rows, from a prefetch if there is one."""
         self._leaves = tensors_in(batch)
+        self._earlier += self._lookups
         self._lookups = []
         self.in_step = True
         self.values = []
         self.moment = None
-        lookup = self._take_prefetched(self._views_of(self._leaves), dense)
-        if lookup.pulled is not None:
-            self._lookups.append(lookup)
-            self._receive(lookup)
+        for lookup in self._pulled(self._views_of(self._leaves), dense):
+            if lookup.pulled is not None:
+                self._lookups.append(lookup)
+                self._receive(lookup)
+
+    def _pulled(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> Iterator[LookupBatch]:
+        """Yield the prefetch of these ids, or pull them now if there is none."""
+        yield self._take_prefetched(wanted) or self.ask(wanted, dense)
 
     def ask_ahead(self, batch: Any, dense: bool) -> PullFuture | None:
         """Prefetch the rows of the next batch; return the pull, if there is one."""
@@ -148,16 +154,7 @@ class SparseLookup:
         return self._ahead[-1].pulled
 
     def ask(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
-        lookup = LookupBatch(tensors=[ids for _, ids in wanted])
-        by_table: dict[str, list[Tensor]] = {}
-        for table, ids in wanted:
-            by_table.setdefault(table, []).append(ids)
-        for table, tensors in by_table.items():
-            lookup.ids[table], inverse = dedupe(_joined_ids(tensors))
-            start = 0
-            for ids in tensors:
-                lookup.inverse[key_of(table, ids)] = inverse[start : start + ids.numel()]
-                start += ids.numel()
+        lookup = deduplicated(wanted)
         if wanted or dense:
             lookup.pulled = self._pull(lookup.ids, step=self._client.seq, dense=dense)
         return lookup
@@ -171,8 +168,13 @@ class SparseLookup:
             leaf = torch.from_numpy(_own(values)).to(self._device).requires_grad_()
             lookup.found[table] = PulledRows(table, lookup.pulled.shares[table], leaf, values, lookup.ids[table])
 
+    @property
+    def merges(self) -> bool:
+        """True if gradients of rows wait for the update of later passes."""
+        return any(lookup.found for lookup in (*self._earlier, *self._lookups))
+
     def end(self) -> None:
-        self._leaves, self._lookups, self.in_step = [], [], False
+        self._leaves, self._lookups, self._earlier, self.in_step = [], [], [], False
 
     # ---- a lookup ----
 
@@ -208,22 +210,22 @@ class SparseLookup:
         found = [(view.table, view.of(leaves)) for view in self._views]
         return [(table, ids) for table, ids in found if ids is not None]
 
-    def _take_prefetched(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
-        """Return the prefetch of these ids, or pull them now if there is none."""
+    def _take_prefetched(self, wanted: Sequence[tuple[str, Tensor]]) -> LookupBatch | None:
+        """Return the prefetch of these ids; None if there is none."""
         keys = {key_of(table, ids) for table, ids in wanted}
         for at, lookup in enumerate(self._ahead):
             if keys == lookup.inverse.keys():
                 for _ in range(at + 1):  # earlier prefetches were for batches that were never trained on
                     self._ahead.popleft()
                 return lookup
-        return self.ask(wanted, dense)
+        return None
 
     # ---- results of the step ----
 
     def gradients(self, scale: float) -> dict[str, tuple[IdPartition, Floats]]:
         """Return the gradient of each distinct row by table, times ``scale``; pulls without a gradient are left out."""
         parts: dict[str, list[PulledRows]] = {}
-        for lookup in self._lookups:
+        for lookup in (*self._earlier, *self._lookups):
             for found in lookup.found.values():
                 if found.rows.grad is not None:
                     parts.setdefault(found.table, []).append(found)
@@ -235,7 +237,7 @@ class SparseLookup:
             share = founds[0].share
             return share, grads[0] if share.order is None else grads[0][share.order]
         ids, summed = merge([found.ids for found in founds], grads, [1.0] * len(founds))
-        share = IdPartition.of(ids, len(self._client.links))
+        share = IdPartition.of(ids, self._client.shards)
         return share, summed if share.order is None else summed[share.order]
 
     def origins(self, tables: Mapping[str, tuple[IdPartition, Floats]]) -> dict[str, Floats]:
@@ -245,6 +247,21 @@ class SparseLookup:
             name: read[name].origin if share.order is None else read[name].origin[share.order]
             for name, (share, _) in tables.items()
         }
+
+
+def deduplicated(wanted: Sequence[tuple[str, Tensor]]) -> LookupBatch:
+    """Return the distinct ids of these lookups by table. They are not pulled yet."""
+    lookup = LookupBatch(tensors=[ids for _, ids in wanted])
+    by_table: dict[str, list[Tensor]] = {}
+    for table, ids in wanted:
+        by_table.setdefault(table, []).append(ids)
+    for table, tensors in by_table.items():
+        lookup.ids[table], inverse = dedupe(_joined_ids(tensors))
+        start = 0
+        for ids in tensors:
+            lookup.inverse[key_of(table, ids)] = inverse[start : start + ids.numel()]
+            start += ids.numel()
+    return lookup
 
 
 def _gradient(rows: Tensor, scale: float) -> Floats:
