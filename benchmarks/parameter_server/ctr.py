@@ -42,7 +42,7 @@ PEERS = ("paddle", "tf", "torchrec")
 TARGETS = {
     "echelon-async": {"paddle": 2.0, "tf": 3.0},
     "echelon-hybrid": {"paddle": 2.0, "tf": 3.0},
-    "echelon-sync": {"torchrec": 1.5},
+    "echelon-collective": {"torchrec": 1.5},
 }
 
 
@@ -110,7 +110,8 @@ def execute(command: list[str], *, cwd: Path, timeout: float = 240, **environmen
 
 def ours(name: str, mode: str, servers: int, given: argparse.Namespace, *more: str) -> Contender:
     def start(folder: Path) -> str:
-        launcher = [sys.executable, "-m", "echelon", "run", "--servers", str(servers), "--workers", str(WORKERS)]
+        roles = ["--servers", str(servers), "--workers", str(WORKERS)] if servers else ["--procs", str(WORKERS)]
+        launcher = [sys.executable, "-m", "echelon", "run", *roles]
         amount = ["--steps", str(given.steps), "--warmup", str(given.warmup)]
         worker = [str(HERE / "ctr_worker.py"), "--mode", mode, "--meet", str(folder), *amount, *more]
         printed = execute([*launcher, "--max-restarts", "0", "--log-dir", str(folder / "log"), *worker], cwd=folder)
@@ -182,6 +183,7 @@ def contenders(given: argparse.Namespace) -> list[Contender]:
     all_of_them = [bound(given)]
     if given.peers:
         all_of_them += [paddle(given), tensorflow(given), torchrec(given)]
+    all_of_them.append(ours("echelon-collective", "collective", 0, given))
     for mode in ("async", "hybrid", "sync"):
         all_of_them.append(ours(f"echelon-{mode}", mode, 1, given))
     all_of_them += [

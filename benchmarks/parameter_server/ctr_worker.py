@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from benchmarks.parameter_server.ctr_work import BATCH, DIM, RATE, SLOTS, Dense, batches, dealt
 
 
+MODES = ("bound", "collective", "sync", "async", "bounded", "geo", "hybrid")
+
+
 class Stopwatch:
     """Times of the steps after the first ``warmup``, and all losses."""
 
@@ -192,7 +195,7 @@ def _data(given: argparse.Namespace) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["bound", "sync", "async", "bounded", "geo", "hybrid"], required=True)
+    parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--accumulator", type=float, default=0.0, help="Adagrad's first value for rows")

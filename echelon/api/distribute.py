@@ -330,8 +330,8 @@ def _collective(model: nn.Module, strategy: Strategy, world: World) -> ServerBac
     requested = strategy.part(ParameterServer)
     if requested is not None and requested.mode != "collective":
         raise UsageError(
-            f"this job has {world.size} processes and no parameter servers, which ps='{requested.mode}' needs; start it "
-            f"with 'echelon run --servers 1 --workers {world.size} ...', or use ps='collective', which needs none"
+            f"this job has {world.size} processes and no parameter servers, which ps='{requested.mode}' needs; start "
+            f"it with 'echelon run --servers 1 --workers {world.size} ...', or use ps='collective', which needs none"
         )
     from echelon.parameter_server.worker.collective_session import CollectiveSession
 

@@ -238,7 +238,7 @@ _EVERY_OPTION = (
         COLLECTIVE,
     ),
     *("gradient_merge", "fp16_allreduce", "clip", "lr_scaling", "sync_batch_norm", "reduction", "reduction.op=sum"),
-    *("low_memory", "lora"),
+    *("low_memory", "lora", COLLECTIVE),
 )
 TABLE |= {(name, "auto"): BESIDE_AUTO for name in _EVERY_OPTION}
 

@@ -54,6 +54,7 @@ ON = {
     "adaptive_localsgd": {"adaptive_localsgd": True},
     "shard": {"shard": True},
     "ps": {"ps": True},
+    "ps=collective": {"ps": "collective"},
     "low_memory": {"low_memory": True},
     "lora": {"lora": 4},
     "gradient_merge": {"gradient_merge": 4},

@@ -1,4 +1,4 @@
-"""``CollectiveClient``: tables in the workers. Each worker holds the rows of its buckets, and all read and update together.
+"""``CollectiveClient``: tables in the workers, each of which holds some buckets; all read and update together.
 
 A step has two exchanges: rows before the forward pass; then gradients, and with them the ids of the next batch. Other
 lookups (of the first steps, of ids that the model computes, of an evaluation) take two exchanges each. Each message
@@ -70,7 +70,7 @@ _PLAIN = len(Head._fields)
 class Received:
     """A message of one worker.
 
-    numbers: by table, the number of ids (in BEGIN, of rows in use), of ids asked ahead, and the bits of the learning rate
+    numbers: by table, the number of ids (in BEGIN, of rows in use), of ids asked ahead, and the bits of the rate
     """
 
     head: Head
@@ -214,7 +214,10 @@ class CollectiveClient(ParameterServerClient):
     def _exchange_parts(
         self, head: Head, parts: Sequence[Sequence[NDArray[Any]]], counts: Sequence[Sequence[int]] = ()
     ) -> list[Received]:
-        """Send each worker some arrays. ``counts``: for each worker, the numbers of ids of the tables in its message."""
+        """Send each worker some arrays.
+
+        counts: for each worker, the numbers of ids of the tables in its message
+        """
         sizes = [sum(part.nbytes for part in each) for each in parts]
         messages = self._outgoing(head, sizes, counts)
         for message, each in zip(messages, parts if messages else (), strict=True):
@@ -254,11 +257,7 @@ class CollectiveClient(ParameterServerClient):
 
     def _swapped(self, head: Head) -> list[Received]:
         """Exchange the messages. Raises the error of a worker that has failed, or if workers do different things."""
-        start, found = 8 * (_PLAIN + self._numbers.size), []
-        for message in self._exchange.swap(head.op):
-            integers = message[:start].view(np.int64)
-            numbers = integers[_PLAIN:].reshape(self._numbers.shape)
-            found.append(Received(Head(*integers[:_PLAIN].tolist()), numbers, message[start:]))
+        found = [self._read(content) for content in self._exchange.swap(head.op)]
         for message in found:
             if message.head.error:
                 raise EchelonError(bytes(message.content[: message.head.error]).decode(errors="replace"))
@@ -272,6 +271,12 @@ class CollectiveClient(ParameterServerClient):
                     f"{message.head.passes}: call engine.served.new_pass() on every worker, after the same step"
                 )
         return found
+
+    def _read(self, content: Bytes) -> Received:
+        start = 8 * (_PLAIN + self._numbers.size)
+        integers = content[:start].view(np.int64)
+        numbers = integers[_PLAIN:].reshape(self._numbers.shape)
+        return Received(Head(*integers[:_PLAIN].tolist()), numbers, content[start:])
 
     def _different(self, mine: Head, worker: int, theirs: Head) -> MismatchError:
         first, second = sorted([(self.worker, mine), (worker, theirs)])

@@ -47,7 +47,7 @@ class OnDemandPersistence(ShardPersistence):
 
 
 def own_shard(index: int = 0, servers: int = 1) -> ServerShard:
-    """Return a shard in this process, by default of all buckets; files of its disk tier are in a temporary directory."""
+    """Return a shard in this process, by default of all buckets; its disk tier is in a temporary directory."""
     scratch = tempfile.TemporaryDirectory(prefix="echelon-tables-")
     place = Path(scratch.name)
     shard = ServerShard(

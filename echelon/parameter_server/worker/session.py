@@ -23,6 +23,7 @@ from echelon.base.formatting import brief, things
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.persistence.requested_path import absolute
+from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker.catch_up import attach
@@ -130,7 +131,8 @@ class ParameterServerSession:
         self.reading = SparseLookup(self.client, self._device, self.catch_up, pull)
 
     def _greet(self) -> None:
-        assert self.client is not None and self._contact is not None
+        assert self.client is not None
+        assert self._contact is not None
         try:
             with self._contact.report_waits():
                 self.client.open()  # a server may find its earlier state only when it knows the session
@@ -391,6 +393,8 @@ class ParameterServerSession:
 
     def _load_part(self, part: Path) -> None:
         assert self.client is not None
+        if not self.remote:
+            _refuse_dense_state(part)
         self.client.ask(op="load", path=str(part))
 
     def export(self, path: str | Path, table: str, since: int | None = None) -> int:
@@ -468,3 +472,15 @@ class ParameterServerSession:
             exact = "" if self.settings.mode == "sync" else " (inexact)"
             workers = things(self.workers, "worker")
             yield f"parameter server: {self.settings.mode}{exact}, {workers}, dense parameters {how}"
+
+
+def _refuse_dense_state(part: Path) -> None:
+    """Raise ``CheckpointError`` if servers have saved optimizer state that this process's optimizer would lack."""
+    with ServerCheckpoint(part) as saved:
+        job = saved.jobs[0]
+    has_state = job.dense.kind != "SGD" or any(group.get("momentum") for group in job.dense.groups)
+    if job.blocks and has_state:
+        raise CheckpointError(
+            f"{part} has the {job.dense.kind} state of dense parameters that were on servers, and here workers step "
+            "them; resume it with servers and the mode that saved it, or train with ParameterServer(dense='allreduce')"
+        )
