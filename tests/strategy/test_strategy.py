@@ -652,9 +652,10 @@ def matrix() -> str:
     """The table as documentation: what stands in a cell is the strictest verdict on the two options."""
     options = [field.name for field in dataclasses.fields(Strategy) if field.name not in ("reduction", "auto")]
     names = [*options, "reduction.op=sum", "auto"]
+    names.insert(names.index("ps") + 1, "ps=collective")
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in names:
-        cells = ["" if row == column else _mark(row, column) for column in names]
+        cells = ["" if row.partition("=")[0] == column.partition("=")[0] else _mark(row, column) for column in names]
         lines.append(f"| **{row}** | {' | '.join(cells)} |")
     return "\n".join(lines)
 

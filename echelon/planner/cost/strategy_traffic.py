@@ -63,7 +63,7 @@ def sent_bytes_per_step(
     merge = strategy.gradient_merge
     local, dgc, shard = local_steps(strategy), strategy.part(Dgc), strategy.part(Shard)
     servers = strategy.part(ParameterServer)
-    if servers:
+    if servers and servers.mode != "collective":  # of whose dense parameters the lines below are true
         often = servers.k_steps if servers.mode == "geo" else 1
         if servers.dense_on_servers:
             yield "gradients, to servers", sum(size.numel * size.width for size in sizes) / often

@@ -32,7 +32,8 @@ def stages(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
         yield "merge", f"gradients add up; what follows happens once in {strategy.gradient_merge} steps"
     if shard and shard.level == 1:
         yield from _scatter(strategy, job)
-    if servers := strategy.part(ParameterServer):
+    servers = strategy.part(ParameterServer)
+    if servers and servers.mode != "collective":
         yield from _server_stages(strategy, servers, job)
         return
     if job.ranks > 1 and local_steps(strategy):
@@ -42,6 +43,9 @@ def stages(strategy: Strategy, job: RankCounts) -> Iterator[Stage]:
     else:
         yield from _together(strategy, job)
     yield from _update(strategy, job)
+    if servers:
+        yield "exchange", "gradients of the rows, to the workers that hold them, each row once"
+        yield "apply", "their mean, in one update"
 
 
 def _forward_and_backward(strategy: Strategy) -> Iterator[Stage]:

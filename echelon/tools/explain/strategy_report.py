@@ -36,6 +36,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "ps=async": ("approximate", "every gradient is applied on arrival, to weights that others have updated"),
     "ps=bounded": ("approximate", "as async, but no worker runs further ahead than the bound"),
     "ps=geo": ("approximate", "workers differ between two exchanges of their changes"),
+    "ps=collective": ("exact", "tables live in the workers, which update each row once with all workers' gradients"),
     "low_memory": ("approximate", "needs Adam or AdamW: weights are seen in bf16 and kept in fp32, moments in 8 bits"),
     "lora": ("optimizer", "low-rank adapters are trained, and the weights of the model are frozen"),
     "gradient_merge": ("exact", "one update of a batch so many times as large (batch norm sees one part at a time)"),
