@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from benchmarks.parameter_server.ctr_work import BATCH, DIM, RATE, SLOTS, Dense, batches, dealt
 
-
 MODES = ("bound", "collective", "sync", "async", "bounded", "geo", "hybrid")
 
 
