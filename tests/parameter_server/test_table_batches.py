@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from echelon.parameter_server.protocol.hashing import bucket_of, owner_of
 from echelon.parameter_server.protocol.job_spec import BUCKETS
-from echelon.parameter_server.table import add_rows, dedupe, expand, merge, partition
+from echelon.parameter_server.table import add_rows, dedupe, dedupe_by_server, expand, merge, partition
 
 ids_lists = st.lists(st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**63 - 1)), max_size=200)
 
@@ -29,8 +29,20 @@ def test_partition_sorts_by_owner_and_keeps_the_order(given_ids: list[int], serv
     ids = np.array(given_ids, np.int64)
     order, counts = partition(ids, servers)
     owners = np.array([owner_of(int(b), BUCKETS, servers) for b in bucket_of(ids, BUCKETS)], np.int64)
-    np.testing.assert_array_equal(order, np.argsort(owners, kind="stable"))
+    expected = np.argsort(owners, kind="stable")
+    assert (order is None) == (expected.tolist() == list(range(len(ids))))
+    np.testing.assert_array_equal(expected if order is None else order, expected)
     np.testing.assert_array_equal(counts, np.bincount(owners, minlength=servers))
+
+
+@settings(max_examples=60)
+@given(ids_lists, st.integers(1, 1024))
+def test_unique_ids_by_server_are_grouped(given_ids: list[int], servers: int) -> None:
+    ids = np.array(given_ids, np.int64)
+    unique, inverse = dedupe_by_server(ids, servers)
+    np.testing.assert_array_equal(unique[inverse], ids)
+    assert sorted(unique.tolist()) == sorted(set(given_ids))
+    assert servers == 1 or partition(unique, servers)[0] is None
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16, 50])

@@ -43,27 +43,75 @@ def _dedupe(ids: Int64s, unique: Int64s, inverse: Int64s) -> int:
     return found
 
 
-def partition(ids: Int64s, servers: int) -> tuple[Int64s, Int64s]:
-    """Return the stable order that groups the ids by server, and the number of ids of each server."""
+def dedupe_by_server(ids: Int64s, servers: int) -> tuple[Int64s, Int64s]:
+    """Return the distinct ids, those of each server together, and the index of each id among them."""
+    if servers == 1:
+        return dedupe(ids)
     ids = readable(ids, np.int64)
-    order, counts = np.empty(len(ids), np.int64), np.zeros(servers, np.int64)
-    _partition(ids, servers, order, counts)
-    return order, counts
+    unique, inverse = np.empty(servers * len(ids), np.int64), np.empty(len(ids), np.int64)
+    return unique[: _dedupe_by_server(ids, servers, unique, inverse)], inverse
 
 
 @kernel
-def _partition(ids: Int64s, servers: int, order: Int64s, counts: Int64s) -> None:
+def _dedupe_by_server(ids: Int64s, servers: int, unique: Int64s, inverse: Int64s) -> int:
+    """Collect the ids of server s from ``unique[s * len(ids)]`` on, then close the gaps."""
+    size, n = 16, len(ids)
+    while size < 2 * n:
+        size *= 2
+    mask = np.uint64(size - 1)
+    places = np.full(size, -1, np.int64)
+    counts, shift = np.zeros(servers, np.int64), np.zeros(servers, np.int64)
+    for i in range(n):
+        hashed = mix(ids[i])
+        at = hashed & mask
+        while places[at] >= 0 and unique[places[at]] != ids[i]:
+            at = (at + np.uint64(1)) & mask
+        if places[at] < 0:
+            owner = bucket(hashed) * servers // BUCKETS
+            places[at] = owner * n + counts[owner]
+            unique[places[at]] = ids[i]
+            counts[owner] += 1
+        inverse[i] = places[at]
+    start = 0
+    for owner in range(servers):
+        shift[owner] = start - owner * n
+        for i in range(counts[owner]):
+            unique[start + i] = unique[owner * n + i]
+        start += counts[owner]
+    for i in range(n):
+        inverse[i] += shift[inverse[i] // n]
+    return start
+
+
+def partition(ids: Int64s, servers: int) -> tuple[Int64s | None, Int64s]:
+    """Return the stable order that groups the ids by server, and the number of ids of each server.
+
+    The order is None if the ids are grouped already.
+    """
+    ids = readable(ids, np.int64)
+    order, counts = np.empty(len(ids), np.int64), np.zeros(servers, np.int64)
+    return None if _partition(ids, servers, order, counts) else order, counts
+
+
+@kernel
+def _partition(ids: Int64s, servers: int, order: Int64s, counts: Int64s) -> bool:
     owners = np.empty(len(ids), np.int32)
+    grouped = True
     for i in range(len(ids)):
         owner = bucket(mix(ids[i])) * servers // BUCKETS
         owners[i] = owner
         counts[owner] += 1
+        if i and owner < owners[i - 1]:
+            grouped = False
+    if grouped:
+        return True
     place = np.zeros(servers, np.int64)
     for s in range(1, servers):
         place[s] = place[s - 1] + counts[s - 1]
     for i in range(len(ids)):
         order[place[owners[i]]] = i
         place[owners[i]] += 1
+    return False
 
 
 def expand(rows: Float32s, inverse: Int64s) -> Float32s:

@@ -38,7 +38,7 @@ class IdPartition:
     """The ids of one table sorted by server: ``order`` is the permutation, ``counts`` the number of ids per server."""
 
     ids: Ids
-    order: Ids | None  # None: the ids were sorted by server before
+    order: Ids | None  # None: the ids were in this order before
     counts: list[int]
 
     @classmethod
@@ -46,7 +46,7 @@ class IdPartition:
         if servers == 1:
             return cls(ids, None, [len(ids)])
         order, counts = partition(ids, servers)
-        return cls(ids[order], order, [int(count) for count in counts])
+        return cls(ids if order is None else ids[order], order, counts.tolist())
 
     def cut(self, values: NDArray[Any], server: int) -> NDArray[Any]:
         """Return a server's part of ``values``, which are in the order of this partition."""

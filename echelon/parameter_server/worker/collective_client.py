@@ -306,7 +306,10 @@ class CollectiveClient(ParameterServerClient):
         ]
 
     def _split(self, values: NDArray[Any], counts: NDArray[np.int64]) -> list[NDArray[Any]]:
-        return np.split(values, np.cumsum(counts)[:-1])
+        if len(counts) == 1:
+            return [values]
+        ends = np.cumsum(counts).tolist()
+        return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _arrived(self, pulled: PullFuture, received: Sequence[Received]) -> None:
         """Set the rows of a pull: those of its tables in the order in which it asked for them."""

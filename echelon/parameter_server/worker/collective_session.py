@@ -36,14 +36,14 @@ class CollectiveLookup(SparseLookup):
         if found is not None:
             yield found
         if not all_found:  # workers that have their rows take part without ids
-            missing = deduplicated(wanted if found is None else ())
+            missing = deduplicated(wanted if found is None else (), self._client.shards)
             missing.pulled = self._client.pull(missing.ids, step=self._client.seq)
             yield missing
 
     def ask_ahead(self, batch: Any, dense: bool) -> PullFuture | None:
         if not self._views:
             return None
-        lookup = deduplicated(self._views_of(tensors_in(batch)))
+        lookup = deduplicated(self._views_of(tensors_in(batch)), self._client.shards)
         lookup.pulled = self._client.ask_ahead(lookup.ids)
         self._ahead.append(lookup)
         return lookup.pulled

@@ -48,7 +48,8 @@ def make_job(
             slice_up=settings.slice_var_up,
             min_block=settings.min_block_size,
         )
-    assert settings.mode not in ("hybrid", "collective")
+    assert settings.mode != "hybrid"
+    assert settings.mode != "collective"
     return JobSpec(
         session=session,
         mode=settings.mode,

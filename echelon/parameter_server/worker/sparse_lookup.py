@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.base.errors import DataError
-from echelon.parameter_server.table import dedupe, merge
+from echelon.parameter_server.table import dedupe, dedupe_by_server, merge
 from echelon.parameter_server.worker.client import (
     Floats,
     IdPartition,
@@ -154,7 +154,7 @@ class SparseLookup:
         return self._ahead[-1].pulled
 
     def ask(self, wanted: Sequence[tuple[str, Tensor]], dense: bool) -> LookupBatch:
-        lookup = deduplicated(wanted)
+        lookup = deduplicated(wanted, self._client.shards)
         if wanted or dense:
             lookup.pulled = self._pull(lookup.ids, step=self._client.seq, dense=dense)
         return lookup
@@ -249,14 +249,14 @@ class SparseLookup:
         }
 
 
-def deduplicated(wanted: Sequence[tuple[str, Tensor]]) -> LookupBatch:
+def deduplicated(wanted: Sequence[tuple[str, Tensor]], shards: int) -> LookupBatch:
     """Return the distinct ids of these lookups by table. They are not pulled yet."""
     lookup = LookupBatch(tensors=[ids for _, ids in wanted])
     by_table: dict[str, list[Tensor]] = {}
     for table, ids in wanted:
         by_table.setdefault(table, []).append(ids)
     for table, tensors in by_table.items():
-        lookup.ids[table], inverse = dedupe(_joined_ids(tensors))
+        lookup.ids[table], inverse = dedupe_by_server(_joined_ids(tensors), shards)
         start = 0
         for ids in tensors:
             lookup.inverse[key_of(table, ids)] = inverse[start : start + ids.numel()]
