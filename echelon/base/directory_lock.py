@@ -144,6 +144,12 @@ def _refusal(
     return f"{directory}: {holder} {use.doing}"
 
 
+def has_lock(directory: Path, use: LockUse) -> bool:
+    """Return True if this process holds a lock of the file system, and not only a lease or nothing."""
+    held = _held.get(_key(directory, use))
+    return held is not None and held.handle is not None
+
+
 def lost_to(directory: Path, use: LockUse) -> str | None:
     """Return the reason if this process has lost ``directory`` to another one; None if not, or if it had no claim."""
     held = _held.get(_key(directory, use))

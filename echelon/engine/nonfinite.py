@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from echelon.base.console import say as say_here
 from echelon.base.errors import LossError, UsageError
+from echelon.base.formatting import things
 from echelon.distributed.collectives import gather_json
 from echelon.engine.on_nonfinite import OnNonfinite
 from echelon.observability.metrics.finite_loss import batches_text, ranks_text
@@ -121,7 +122,8 @@ class NonfiniteSteps:
         everyone: dict[int, Any] = {rank: own}
         if group is not None and self._parts.local is None:
             everyone = dict(enumerate(gather_json(own, group)))
-        return story(everyone)
+        merged = self._planned.plan.gradient_merge - 1
+        return story(everyone) + (f", or of the {things(merged, 'batch')} merged before" if merged else "")
 
     def _bad_gradient(self) -> str | None:
         parameters = self._parts.local_state.parameters.items()

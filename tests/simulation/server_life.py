@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import random
 import shutil
@@ -14,14 +15,16 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from apply_faults import ApplyFaults
 from interposition import alive, simulated_system
 from kept_shard import state_of
 from push_history import find_violations
+from resized_checkpoint import find_difference
 from scheduler import Scheduler, SimulatedProcess, SimulationError
+from second_process import connect_locks, simulated_flock, start_second
 from simulated_disk import DiskFaults, SimulatedDisk
 from simulated_job import FewBuckets, JobShape, SimulatedJob, is_named
 from simulated_network import SimulatedConnection, SimulatedNetwork, SimulatedPort, connect_network
@@ -40,6 +43,8 @@ TICK = 0.25
 PER_PROCESS = ((directory_lock, "_held", dict),)
 #: Faults after which no process may end by an error.
 PAINLESS = {"kill a server", "kill a worker", "die at a disk operation", "restart all", "clock jump", "audit"}
+#: A fault of some lives; see ``second_process.py``.
+SECOND = "start a second process"
 #: Words of an error after which the whole job has to be started again.
 START_AGAIN = "start the job again"
 #: Sentences of the errors with which a job may end that has really lost state.
@@ -87,6 +92,8 @@ class ServerLife:
     def __init__(self, seed: int, root: Path, shape: JobShape | None = None, only: tuple[str, ...] = ()) -> None:
         self.rng = random.Random(seed)
         self.shape = shape or draw_shape(self.rng)
+        if shape is None and random.Random(seed + (1 << 41)).random() < 0.3:  # a day, and clocks may jump by two
+            self.shape = replace(self.shape, expire_seconds=86400.0)
         self.scheduler = Scheduler(self.rng, restless=self.rng.choice((0.05, 0.3)))
         self.disk = SimulatedDisk(root, self.scheduler, self.rng)
         self.network = SimulatedNetwork(self.scheduler, self.rng)
@@ -102,6 +109,15 @@ class ServerLife:
         self.disk.slowness = self.rng.choice((0.02, 0.2, 0.5))
         chosen = self.rng.sample(sorted(self._nemeses()), self.rng.randint(1, 4))
         self.chosen = list(only) or [*chosen, "kill a server", "die at a disk operation"]
+        self._draw_more(random.Random(seed + (1 << 40)), only)
+
+    def _draw_more(self, rng: random.Random, only: tuple[str, ...]) -> None:
+        """Draw what was added later, apart from the rest, so that seeds keep their lives."""
+        if not only and rng.random() < 0.2:
+            self.chosen.append(SECOND)
+        self.has_locks = SECOND not in self.chosen or rng.random() < 0.5
+        counts = [count for count in (1, 2, 3, 4) if count != self.shape.servers]
+        self._other_count = rng.choice(counts) if rng.random() < 0.2 else 0
 
     def _nemeses(self) -> dict[str, Callable[[], None]]:
         """Return the faults, each with the function that brings it about."""
@@ -121,10 +137,14 @@ class ServerLife:
             "audit": self._audit_some,
         }
 
+    def _all_nemeses(self) -> dict[str, Callable[[], None]]:
+        return self._nemeses() | {SECOND: lambda: start_second(self)}
+
     # ---- the life ----
 
     def run(self) -> LifeResult:
         connect_network(self.network)
+        connect_locks(self)
         try:
             with self._under_simulation():
                 self._live()
@@ -132,6 +152,7 @@ class ServerLife:
             self.result.violations.append(str(error))
         finally:
             connect_network(None)
+            connect_locks(None)
         self.result.operations, self.result.switches = self.disk.operations, self.scheduler.switches
         self.result.seconds = self.scheduler.now
         return self.result
@@ -169,15 +190,15 @@ class ServerLife:
         for worker in range(self.shape.workers):
             self.job.start_worker(worker)
         for _ in range(self.rng.randint(2, 12)):
-            self._rest(self.rng.expovariate(1 / 0.5))
+            self.rest(self.rng.expovariate(1 / 0.5))
             name = self.rng.choice(self.chosen)
             self.scheduler.log(f"fault: {name}")
             self.result.faults[name] += 1
-            self._nemeses()[name]()
+            self._all_nemeses()[name]()
         self._heal()
         until = self.scheduler.now + PATIENCE
         while not self._is_finished():
-            self._rest(1.0)
+            self.rest(1.0)
             if self._is_refused():
                 self.result.refused = True
                 return
@@ -186,7 +207,7 @@ class ServerLife:
         self._check_laws()
         self._end()
 
-    def _rest(self, seconds: float) -> None:
+    def rest(self, seconds: float) -> None:
         """Let the job go on; restart processes that died, after a while."""
         until = self.scheduler.now + seconds
         while self.scheduler.now < until:
@@ -227,6 +248,8 @@ class ServerLife:
         self.apply_faults.armed.clear()
         self.network.breaks = self.network.late = 0.0
         self.network.cut.clear()
+        for process in self.job.counted_as_lost():
+            self.job.kill(process)
         for process in self.job.processes:
             process.stopped = False
         self._endings = len(self.job.endings)
@@ -261,6 +284,8 @@ class ServerLife:
         self.result.violations += [] if self._is_excused() else [*found, *job.misreadings]
         for server in range(self.shape.servers):
             self._audit(server)
+        if self._other_count and (found := find_difference(job, Path(self.disk.root, "checkpoint"), self._other_count)):
+            raise SimulationError(found)
 
     def _audit(self, server: int) -> None:
         """Compare a live server, bit by bit, with one that a fresh process restores from its files."""
@@ -326,7 +351,7 @@ class ServerLife:
         if process := self._some(self.job.servers):
             faults = self._faults_of(process)
             faults.full = True
-            self._rest(self.rng.choice((0.5, 3.0)))
+            self.rest(self.rng.choice((0.5, 3.0)))
             faults.full = False
 
     def _fail_apply(self) -> None:
@@ -338,13 +363,13 @@ class ServerLife:
         one, other = self.rng.choice(hosts), self.rng.choice(hosts)
         pairs = {(one, other), (other, one)} if self.rng.random() < 0.5 else {(one, other)}
         self.network.cut |= {pair for pair in pairs if one != other}
-        self._rest(self.rng.choice((0.5, 5.0, 20.0)))
+        self.rest(self.rng.choice((0.5, 5.0, 20.0)))
         self.network.cut.clear()
 
     def _stop_process(self) -> None:
         if process := self._some([*self.job.servers, *self.job.workers]):
             process.stopped = True
-            self._rest(self.rng.choice((0.5, 5.0, 20.0)))
+            self.rest(self.rng.choice((0.5, 5.0, 20.0)))
             process.stopped = False
 
     def _jump_clock(self) -> None:
@@ -377,6 +402,8 @@ class ServerLife:
         )
         self._hurt.add(server)
         self._on_replica |= set() if is_safe else {server}
+        for zombie in self.job.counted_as_lost():
+            self.job.kill(zombie)
         if process is not None:
             self.job.kill(process, silently=self.rng.random() < 0.5)
 
@@ -402,6 +429,7 @@ def simulated_servers() -> contextlib.AbstractContextManager[None]:
         (channel, "ServerConnection", channel.ServerConnection, SimulatedConnection),
         (channel, "explain_missing_tls", channel.explain_missing_tls, lambda *_: None),
         (server_process, "ServerPort", server_process.ServerPort, SimulatedPort),
+        (fcntl, "flock", fcntl.flock, simulated_flock),
         (server_state, "ServerStore", server_state.ServerStore, FewBuckets),
         (snapshot, "_TOGETHER", snapshot._TOGETHER, 1),  # buckets are taken one by one, and pushes come between
         (persistence, "AFTER_FAILURE", persistence.AFTER_FAILURE, 0.3),

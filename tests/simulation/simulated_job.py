@@ -127,6 +127,7 @@ class SimulatedJob:
     readings: dict[int, float] = field(default_factory=dict)  # in sync mode: the value of shared rows at each step
     misreadings: list[str] = field(default_factory=list)
     over: bool = False
+    hosts: dict[int, str] = field(default_factory=dict)  # of servers that were started on another one
 
     def __post_init__(self) -> None:
         self.spec = make_spec(self.shape)
@@ -173,7 +174,7 @@ class SimulatedJob:
             self.programs[process] = SimulatedServer(role, self.root / f"server-{index}" / "state", self.shape)
             self.programs[process].hold()
 
-        self.servers[index] = self._start(f"server {index}", f"server-{index}", main)
+        self.servers[index] = self._start(f"server {index}", self.hosts.get(index, f"server-{index}"), main)
         return self.servers[index]  # type: ignore[return-value]
 
     def start_worker(self, index: int) -> None:
@@ -188,6 +189,10 @@ class SimulatedJob:
             self.scheduler.kill(process)
             self.disk.release(process)
             self.network.release(process, silently)
+
+    def counted_as_lost(self) -> list[SimulatedProcess]:
+        """Return the processes of servers that still run, though another process was started in their place."""
+        return [p for p in self.processes if not p.dead and p in self.programs and p not in self.servers]
 
     def running(self) -> list[SimulatedProcess]:
         return [p for p in [*self.servers, *self.workers] if p is not None and not p.dead]

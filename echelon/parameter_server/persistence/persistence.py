@@ -69,6 +69,7 @@ class ShardPersistence:
         self._manifest: Manifest | None = None
         self._segment: JournalSegment | None = None
         self._next_segment = 1
+        self._skip = 0  # numbers of files to leave to an earlier process of the directory
         self._rebase = True  # the next snapshot cannot be a delta
         self._one_at_a_time = threading.RLock()  # taken before the shard's lock, never after
         self._due, self._stopped, self._closed = threading.Event(), threading.Event(), False
@@ -102,12 +103,15 @@ class ShardPersistence:
         if manifest is not None:
             restore(self._shard, self._directory, manifest)
             self._manifest, self._rebase = manifest, False
-        self._next_segment = max(segments(self._directory), default=0) + 1
-        self._sweep()
+        self._skip = 0 if self._owner.is_alone else 1  # what an earlier process begins now may still come to be
+        self._next_segment = max(segments(self._directory), default=0) + 1 + self._skip
+        self._sweep(starting=True)
         with self._shard.lock:
             if self._settings.journal:
                 self._rotate()
-        if manifest is None or self._replica is not None:
+        if manifest is not None and not self._owner.is_alone:
+            self.snapshot(base=True)
+        elif manifest is None or self._replica is not None:
             self.snapshot()
         self._thread = threading.Thread(target=self._watch, name="snapshots", daemon=True)
         self._thread.start()
@@ -158,6 +162,8 @@ class ShardPersistence:
         self._check_owner()
         offset, buffers = self._segment.size, encode(self._shard.lsn + 1, frame)
         self._segment.append(buffers)
+        if not self._owner.is_alone:
+            self._check_owner()  # a later process may have read the journal just before this record
         if self._replica is not None:
             self._replica.append(self._segment.path.name, offset, buffers)
         if self._segment.size > self._limit:
@@ -175,9 +181,10 @@ class ShardPersistence:
         base:  write a base instead of a delta; None (default): choose by size. The first snapshot is always a base
         """
         with self._one_at_a_time:
+            self._check_owner()
             base = self._too_many_deltas() if base is None else base
             earlier = self._manifest.chain if self._manifest is not None and not (base or self._rebase) else ()
-            number = self._manifest.number + 1 if self._manifest is not None else 1
+            number = self._manifest.number + 1 + self._skip if self._manifest is not None else 1
             with self._held() as shard:
                 lsn, facts, segment = shard.lsn, list(shard.facts()), self._rotate()
             self._rebase = True  # until this snapshot is complete, the rows that it marks as saved are not saved
@@ -197,7 +204,7 @@ class ShardPersistence:
     def _publish(self, manifest: Manifest) -> None:
         self._check_owner()
         manifest = self._owner.write(manifest)
-        self._manifest, self._rebase = manifest, False
+        self._manifest, self._rebase, self._skip = manifest, False, 0
         if not self._settings.journal:
             with self._held():
                 self._stop_journal()
@@ -235,21 +242,25 @@ class ShardPersistence:
         base, *deltas = self._manifest.chain
         return len(deltas) >= MAX_DELTAS or sum(part.bytes for part in deltas) > base.bytes
 
-    def _sweep(self) -> None:
-        """Remove snapshots and segments that the manifest no longer needs, and files of interrupted writes.
+    def _sweep(self, starting: bool = False) -> None:
+        """Remove snapshots and segments that the manifest no longer needs.
 
-        Other files are left alone.
+        Other files are left alone, and those with higher numbers: they are of a later process that has taken over.
+
+        starting:  remove higher numbers, too, and files of interrupted writes
         """
         manifest = self._manifest
         keep = {part.file for part in manifest.chain} if manifest is not None else set()
-        for pattern in ("snapshot-*.rec", ".*.writing"):
-            for path in self._directory.glob(pattern):
-                if path.name not in keep:
-                    path.unlink()
-        current = self._segment.number if self._segment is not None else None
+        newest = manifest.chain[-1].file if manifest is not None and not starting else "snapshot-~"
+        for path in self._directory.glob("snapshot-*.rec"):
+            if path.name not in keep and path.name < newest:
+                path.unlink(missing_ok=True)
+        for path in self._directory.glob(".*.writing") if starting else ():
+            path.unlink(missing_ok=True)
+        newest_segment = self._next_segment - (0 if starting else 1)
         for number, path in segments(self._directory).items():
-            if number != current and not (manifest is not None and manifest.needs(number)):
-                path.unlink()
+            if number < newest_segment and not (manifest is not None and manifest.needs(number)):
+                path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
         while not self._closed:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from echelon.base.console import say
 from echelon.base.environment import PS_STATE
-from echelon.base.errors import EchelonError, PeerLost, UsageError
+from echelon.base.errors import CheckpointError, EchelonError, PeerLost, UsageError
 from echelon.base.security import Security
 from echelon.base.wait_notice import WaitNotice
 from echelon.distributed.ps_role import Role, find_role
@@ -94,6 +94,8 @@ class ParameterServerProcess:
         try:
             self._revive()
             while not self._stop.wait(LOOK) and not self.shard.done():
+                if self.shard.superseded:
+                    raise CheckpointError(self.shard.superseded)
                 self._arrivals.check()
                 self._figures.look()
         except EchelonError as error:

@@ -76,6 +76,7 @@ class ServerState:
         self.lsn = 0  #: number of changes applied so far
         self.opened = self.closed = False
         self.reason = ""  #: why the server ends, for requests that wait
+        self.superseded = ""  #: why this process ends, if a later process of this server has taken over its directory
         self.persistence: PersistenceProtocol | None = None
         self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
         self._directory = directory
@@ -209,6 +210,7 @@ class ServerState:
     def stop_serving(self, reason: str) -> None:
         """Answer every request of the job with ``reason`` from now on."""
         with self.lock:
+            self.superseded = reason
             self.broken = self.broken or reason
             self.moved.notify_all()
 
