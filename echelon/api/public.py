@@ -34,6 +34,9 @@ from echelon.engine.engine import Engine
 from echelon.engine.lr_schedules import per_epoch
 from echelon.engine.on_nonfinite import OnNonfinite
 from echelon.observability.metrics import Log
+from echelon.parameter_server.servable.export_servable import export_servable
+from echelon.parameter_server.servable.servable import load_servable
+from echelon.parameter_server.servable.servable_writer import ServableWriter
 from echelon.plan import Plan
 from echelon.strategy import (
     AdaptiveLocalSgd,
@@ -81,6 +84,7 @@ __all__ = [
     "Plan",
     "Recompute",
     "Reduction",
+    "ServableWriter",
     "Shard",
     "Slices",
     "Strategy",
@@ -90,12 +94,14 @@ __all__ = [
     "deferred",
     "device",
     "distribute",
+    "export_servable",
     "init",
     "is_first_worker",
     "is_main_process",
     "is_server",
     "is_worker",
     "launch",
+    "load_servable",
     "local_rank",
     "main_process_first",
     "node_rank",

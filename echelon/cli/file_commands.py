@@ -30,9 +30,31 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="With --format hf: dtype to write weights in.", show_default="their own")
     ] = None,
+    servable: Annotated[
+        bool, typer.Option("--servable", help="Write the directory OUT that echelon.load_servable answers from.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:CALLABLE",
+            help="With --servable: returns (model, (inputs, ...)); the model becomes programs of torch.export.",
+            show_default="weights only",
+        ),
+    ] = None,
+    rows: Annotated[
+        str,
+        typer.Option(help="With --servable: safetensors, parquet, or HOST:PORT,... of servers that run read-only."),
+    ] = "safetensors",
 ) -> None:
-    """Write a checkpoint's weights, or one of its sparse tables, into one file, or as a directory of a model."""
+    """Write a checkpoint's weights, a sparse table, or both for serving; or the directory of a model."""
     require_path(checkpoint, f"no checkpoint at {checkpoint}: there is no such directory; check the path")
+    if servable:
+        from echelon.cli.commands.export_servable import export_for_serving
+
+        export_for_serving(checkpoint, out, model, rows, ema)
+        return
+    if model is not None:
+        raise UsageError("--model goes with --servable; add it, or leave --model out")
     if layout not in ("file", "hf"):
         raise UsageError(f"--format {layout}: expected file or hf")
     if layout == "hf":

@@ -108,6 +108,25 @@ class Blocks(nn.Module):
         return self.head(self.layer_norm(x))
 
 
+class Recommender(nn.Module):
+    """A model with a sparse table, for the examples of serving."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.head = echelon.nn.SparseEmbedding(4), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.ids(ids).flatten(1))
+
+
+def recommender() -> dict[str, Any]:
+    """Return an engine of the model, with its data."""
+    model, data = Recommender(), (torch.arange(128).view(64, 2), torch.randint(3, (64,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = echelon.distribute(model, optimizer, loss=F.cross_entropy, log=echelon.Log(console=False))
+    return {"engine": engine, "loader": engine.loader(data, global_batch=32), "ids": data[0]}
+
+
 def prepare(source: str) -> dict[str, Any]:
     """Return the names that an example uses without making them."""
     x, y = torch.randn(64, 8), torch.randint(3, (64,))
@@ -122,6 +141,8 @@ def prepare(source: str) -> dict[str, Any]:
         "loader": lambda: names["engine"].loader((x, y), global_batch=32),
         "profile": lambda: echelon.planner.profile(Blocks(), (x, y), loss=F.cross_entropy),
     }
+    if "servable" in source.lower():
+        return names | recommender() | {"Recommender": Recommender}
     for name, make in makers.items():
         if re.search(rf"\b(?<!\.){name}\b(?! =)", source) or (name == "engine" and "loader" in source):
             names[name] = make()
@@ -135,6 +156,8 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "strategy.yaml").write_text("shard: 2\n")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("one\n")
+    recommender()["engine"].save("ckpt", wait=True)
+    echelon.export_servable("ckpt", "servable")
     missing, failed = [], []
     for name, found in documented():
         blocks = docstrings.examples(inspect.getdoc(found) or "")

@@ -316,8 +316,12 @@ class ShardPersistence:
             self.snapshot(base=True)
             return saved.step
 
-    def export(self, path: Path, table: str, format: str, since: int | None = None) -> tuple[int, int]:
+    def export(
+        self, path: Path, table: str, format: str, since: int | None = None, base: bool = True
+    ) -> tuple[int, int]:
         """Write a table, or its changes since snapshot ``since``; return the row count and the snapshot's number.
+
+        base: begin a new chain of snapshots with a whole table; False keeps earlier exports' versions known
 
         With several servers ``path`` becomes a directory with one part per server.
         """
@@ -328,7 +332,7 @@ class ShardPersistence:
         with ExitStack() as stack:
             with self._one_at_a_time:
                 # a base costs as much as writing the table, and later exports can be deltas to it
-                number = self.snapshot(base=since is None)
+                number = self.snapshot(base=base and since is None)
                 assert self._manifest is not None
                 # an open file stays readable when a later snapshot removes it
                 chain = self._manifest.opened(self._directory, stack, since)

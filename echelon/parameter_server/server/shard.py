@@ -21,6 +21,7 @@ from echelon.parameter_server.protocol.request import (
     RequestError,
     ShardRequestSchema,
     check_numbers,
+    flag,
     known_table,
     read_pull,
     read_push,
@@ -288,7 +289,8 @@ class ServerShard(ServerState):
         since = None if head.get("since") is None else whole(head, "since", 0)
         table, form = known_table(head.get("table"), self.layout), text(head, "format")
         path = requested_path(text(head, "path"))
-        rows, version = self._kept(frame).export(path, table, form, since)
+        base = since is None and not flag(head, "chained")
+        rows, version = self._kept(frame).export(path, table, form, since, base)
         return WireMessage({"ok": True, "rows": rows, "version": version})
 
     def mirror(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:

@@ -46,7 +46,9 @@ class PersistenceProtocol(Protocol):
 
     def load(self, path: Path) -> int: ...
 
-    def export(self, path: Path, table: str, format: str, since: int | None = None) -> tuple[int, int]: ...
+    def export(
+        self, path: Path, table: str, format: str, since: int | None = None, base: bool = True
+    ) -> tuple[int, int]: ...
 
 
 class ServerState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -173,7 +174,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _rows_at(rows: Tensor, inverse: Tensor) -> Tensor:
-    if rows.device.type != "cpu":
+    if rows.device.type != "cpu" or torch.compiler.is_exporting():
         return F.embedding(inverse, rows)
     found: Tensor = _GatherRows.apply(rows, inverse)  # type: ignore[no-untyped-call]
     return found
@@ -200,7 +201,7 @@ def _starts(ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, tuple[int, ...
         return offsets, (len(offsets),)
     if ids.dim() < 2:
         raise DataError("bags are the last dimension of ids; 1-D ids need offsets")
-    bags, size = ids.shape[:-1].numel(), ids.shape[-1]
+    bags, size = math.prod(ids.shape[:-1]), ids.shape[-1]  # Size.numel() would fix the batch of a torch.export
     return torch.arange(bags, device=ids.device) * size, tuple(ids.shape[:-1])
 
 
