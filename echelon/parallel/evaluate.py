@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.base.errors import DataError, UsageError, nearest
@@ -32,13 +33,27 @@ class Overall:
     keep:  function ``keep(output, target)`` that returns a row of a few numbers for each sample; the rows of all ranks
            are gathered on every rank, as doubles
     judge: function ``judge(rows)`` that returns the metric
+    in_order: True sorts the rows by batch, and within a batch by rank; default False: by rank
+    """
+
+    keep: Callable[[Any, Any], Tensor]
+    judge: Callable[[Tensor], float]
+    in_order: bool = False
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A metric of sums over all samples of all ranks.
+
+    keep:  function ``keep(output, target)`` that returns a row of a few numbers for each sample
+    judge: function ``judge(sums)`` that returns the metric, from the sums of the rows, as doubles
     """
 
     keep: Callable[[Any, Any], Tensor]
     judge: Callable[[Tensor], float]
 
 
-Metric = Mean | Overall
+Metric = Mean | Overall | Totals
 
 
 def predictions(output: Any) -> Any:
@@ -106,7 +121,51 @@ def area_under_curve(rows: Tensor) -> float:
     return above / (ones * zeros) if ones and zeros else float("nan")
 
 
-METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5": top5, "auc": Overall(scored, area_under_curve)}
+def click_sums(output: Any, target: Tensor) -> Tensor:
+    """Return rows of (1, label, predicted probability, log loss) from the logits of clicks."""
+    scores, labels = scored(output, target).unbind(1)
+    return torch.stack(
+        [
+            torch.ones_like(scores),
+            labels,
+            scores.sigmoid(),
+            F.binary_cross_entropy_with_logits(scores, labels, reduction="none"),
+        ],
+        dim=1,
+    )
+
+
+def normalized_entropy(sums: Tensor) -> float:
+    """Return the log loss divided by that of always predicting the share of positives; NaN if all labels are equal.
+
+    sums: total of the rows of ``click_sums``
+    """
+    count, positive, _, loss = sums.tolist()
+    share = positive / count if count else 0.0
+    if not 0 < share < 1:
+        return float("nan")
+    return float(loss / -(positive * math.log(share) + (count - positive) * math.log(1 - share)))
+
+
+def calibration(sums: Tensor) -> float:
+    """Return the sum of predicted probabilities divided by the number of positives; NaN if there are none."""
+    return float(sums[2] / sums[1]) if sums[1] else float("nan")
+
+
+def windowed_auc(samples: int) -> Overall:
+    """Return the metric of the area under the curve of the last ``samples`` samples of an evaluation."""
+    if samples < 1:
+        raise UsageError(f"windowed_auc({samples}): expected a window of one sample or more")
+    return Overall(scored, lambda rows: area_under_curve(rows[-samples:]), in_order=True)
+
+
+METRICS: dict[str, Metric] = {
+    "accuracy": accuracy,
+    "top5": top5,
+    "auc": Overall(scored, area_under_curve),
+    "ne": Totals(click_sums, normalized_entropy),
+    "calibration": Totals(click_sums, calibration),
+}
 
 
 @dataclass(frozen=True)
@@ -144,12 +203,12 @@ def evaluate(
     """Return the mean of the loss and of each metric over all samples of all ranks.
 
     judge:   function that runs a batch; if several ranks work on one batch, only one of them reports ``samples``
-    metrics: functions ``metric(output, target)`` that return one value per sample or their mean, ``Overall`` metrics,
-             or names of built-in ones
+    metrics: functions ``metric(output, target)`` that return one value per sample or their mean, ``Overall`` and
+             ``Totals`` metrics, or names of built-in ones
     taken:   function that returns how many samples of the last batch count (0 for a stand-in batch)
     """
     chosen = resolve(metrics)
-    means, overall = _Means(chosen, world), _GatheredMetrics(chosen, world)
+    collectors = (_Means(chosen, world), _GatheredMetrics(chosen, world), _SummedMetrics(chosen, world))
     with _evaluating(model), torch.no_grad():
         for item in batches:
             batch = as_batch((item,), {}, world.device)
@@ -158,9 +217,9 @@ def evaluate(
                 results = judge(batch)
             for evaluated in results:
                 counts = share != 0 and evaluated.samples > 0
-                means.add(evaluated, counts)
-                overall.add(evaluated, counts)
-    result = means.result() | overall.result()
+                for collector in collectors:
+                    collector.add(evaluated, counts)
+    result = {name: value for collector in collectors for name, value in collector.result().items()}
     return {name: result[name] for name in ("loss", *chosen)}
 
 
@@ -171,7 +230,7 @@ class _Means:
     """
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
-        self._metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, Overall)}
+        self._metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, Overall | Totals)}
         self._world = world
         # the counts of the losses, losses, samples, metrics
         self._sums = torch.zeros(3 + len(self._metrics), dtype=torch.double, device=world.device)
@@ -206,22 +265,63 @@ class _GatheredMetrics:
         self._metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, Overall)}
         self._kept: dict[str, list[Tensor]] = {name: [] for name in self._metrics}
         self._world = world
+        self._batches = 0
+
+    def add(self, evaluated: EvalOutput, counts: bool) -> None:
+        self._batches += 1
+        for name, metric in self._metrics.items():
+            rows = metric.keep(evaluated.output, _target(evaluated)).double()
+            if counts:
+                self._kept[name].append(numbered(rows, self._batches) if metric.in_order else rows)
+
+    def result(self) -> dict[str, float]:
+        return {name: self._judge(metric, self._kept[name]) for name, metric in self._metrics.items()}
+
+    def _judge(self, metric: Overall, kept: list[Tensor]) -> float:
+        rows = gathered(kept, self._world)
+        return metric.judge(in_order(rows) if metric.in_order else rows)
+
+
+class _SummedMetrics:
+    """Sums of the rows that ``Totals`` metrics have kept."""
+
+    def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
+        self._metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, Totals)}
+        self._sums: dict[str, Tensor] = {}
+        self._world = world
 
     def add(self, evaluated: EvalOutput, counts: bool) -> None:
         for name, metric in self._metrics.items():
-            rows = metric.keep(evaluated.output, _target(evaluated))
+            sums = metric.keep(evaluated.output, _target(evaluated)).double().sum(0)
             if counts:
-                self._kept[name].append(rows.double())
+                self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def result(self) -> dict[str, float]:
-        return {name: metric.judge(_together(self._kept[name], self._world)) for name, metric in self._metrics.items()}
+        """Return the metrics; the sums of all ranks are gathered, because one without samples has none."""
+        return {
+            name: metric.judge(gathered([sums[None] for sums in self._of(name)], self._world).sum(0))
+            for name, metric in self._metrics.items()
+        }
+
+    def _of(self, name: str) -> list[Tensor]:
+        return [self._sums[name]] if name in self._sums else []
+
+
+def numbered(rows: Tensor, batch: int) -> Tensor:
+    """Return the rows with the number of their batch in front, for ``in_order``."""
+    return torch.cat([rows.new_full((len(rows), 1), batch), rows], dim=1)
+
+
+def in_order(rows: Tensor) -> Tensor:
+    """Return the rows of all ranks by batch, and within a batch by rank, without the numbers of the batches."""
+    return rows[rows[:, 0].argsort(stable=True), 1:]
 
 
 def _target(evaluated: EvalOutput) -> Any:
     return evaluated.batch if isinstance(evaluated.batch, Mapping) else evaluated.batch[-1]
 
 
-def _together(parts: list[Tensor], world: World) -> Tensor:
+def gathered(parts: list[Tensor], world: World) -> Tensor:
     """Return the rows of all ranks, some of which may have none."""
     own = torch.cat(parts) if parts else torch.empty(0, 0, dtype=torch.double, device=world.device)
     if world.mesh_size == 1:

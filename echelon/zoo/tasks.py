@@ -1,7 +1,8 @@
 """Tasks: the layout of a batch, the loss and the metrics of each kind of training.
 
 Every loss is a mean over samples, and the loss of a sample depends on that sample only. So a batch may be divided in
-any way over replicas and micro-batches, and the numbers equal those of one process.
+any way over replicas and micro-batches, and the numbers equal those of one process. ``retrieve`` compares samples; it
+gathers the batch of all replicas.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from echelon.base.errors import UsageError, nearest
 from echelon.nn import Packed, mean_over_samples
+from echelon.zoo.recommender_tasks import RECOMMENDER_TASKS, clicked
 
 OWN = "own"  #: the task of a model with its own loss
 
@@ -77,10 +79,6 @@ def span(logits: Tensor, target: Tensor) -> Tensor:
     """Return the loss of the answer's begin and end: logits [n, s, 2] and positions [n, 2]."""
     begins, ends = logits.float().unbind(-1)
     return 0.5 * (F.cross_entropy(begins, target[:, 0]) + F.cross_entropy(ends, target[:, 1]))
-
-
-def clicked(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits, labels)
 
 
 def masked_accuracy(output: tuple[Tensor, Tensor], target: tuple[Tensor | Packed, Tensor]) -> Tensor:
@@ -156,9 +154,10 @@ TASKS: dict[str, Task] = {
         metrics={"accuracy": token_accuracy},
         unit="sequences",
     ),
-    "click": Task(
-        batch="ids [n, slots] of any int64, numbers [n, d], labels [n] (0 or 1)", loss=clicked, metrics={"auc": "auc"}
-    ),
+    **{
+        name: Task(batch=batch, loss=loss, metrics=metrics, unit=unit)
+        for name, (batch, loss, metrics, unit) in RECOMMENDER_TASKS.items()
+    },
     "word_pairs": Task(
         batch="words [n], others [n, 1 + k], which of the others are real neighbours [n, 1 + k] (0 or 1)",
         loss=clicked,

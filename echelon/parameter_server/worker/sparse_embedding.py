@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from echelon.base.errors import DataError, UsageError, nearest
 from echelon.nn.fluid_names import in_our_names
+from echelon.nn.packed import Packed
 from echelon.parameter_server.protocol.job_spec import Initializer, TableSpec
 from echelon.strategy.sparse_update_rules import NAMED, Rule
 
@@ -115,11 +116,17 @@ class SparseEmbedding(nn.Module):
         """Set the table and the source of its rows."""
         self._table, self._store = table, store
 
-    def forward(self, ids: Tensor, weights: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor | Packed, weights: Tensor | Packed | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
         """Return a row for every id, ``[*ids.shape, dim]``, or with a combiner a row for every bag.
 
-        Bags are the last dimension of ``ids``; with 1-D ids they begin at ``offsets``.
+        Bags are the last dimension of ``ids``; with 1-D ids they begin at ``offsets``. ``Packed`` ids are ragged bags,
+        one a sample, and have ``Packed`` weights.
         """
+        if isinstance(ids, Packed):
+            ids, weights, offsets = _ragged(ids, weights)
+        assert not isinstance(weights, Packed)
         store = self._store()
         if store is None:
             raise UsageError(
@@ -191,6 +198,15 @@ def _once(option: str, given: Any, ours: dict[str, Any]) -> Any:
 
 def _nowhere() -> RowSource | None:
     return None
+
+
+def _ragged(ids: Packed, weights: Tensor | Packed | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the ids of all bags, without what fills up their row, their weights, and where each bag begins."""
+    begins = ids.begins.long()
+    used = int(ids.offsets[ids.samples])
+    if isinstance(weights, Packed):
+        weights = weights.values[:used]
+    return ids.values[:used], weights, begins
 
 
 def _starts(ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:

@@ -39,19 +39,28 @@ def table(request: Request, dim: int | None = None, **options: Any) -> SparseEmb
     return SparseEmbedding(request["embedding_dim"] if dim is None else dim, optimizer=rule, **options)
 
 
+#: Columns of the models of single clicks.
+ID_AND_NUMBER_COLUMNS = (
+    Setting(name="slots", default=26, meaning="columns of ids; the data set's own number"),
+    Setting(name="numbers", default=13, meaning="columns of numbers; the data set's own number"),
+)
+
+
 def click_model(
-    name: str, build: Callable[[Request], nn.Module], *, settings: tuple[Setting, ...], **entry: Any
+    name: str,
+    build: Callable[[Request], nn.Module],
+    *,
+    settings: tuple[Setting, ...],
+    task: str = "click",
+    columns: tuple[Setting, ...] = ID_AND_NUMBER_COLUMNS,
+    **entry: Any,
 ) -> Model:
-    """Return the entry of a click model, with the task and column settings that all click models share."""
-    columns = (
-        Setting(name="slots", default=26, meaning="columns of ids; the data set's own number"),
-        Setting(name="numbers", default=13, meaning="columns of numbers; the data set's own number"),
-    )
+    """Return the entry of a model of clicks with sparse tables, whose data determines the ``columns``."""
     return Model(
         name=name,
         runner="ctr",
         build=build,
-        tasks={"pretrain": ("click",), "finetune": ("click",)},
+        tasks={"pretrain": (task,), "finetune": (task,)},
         settings=columns + settings,
         strategy={"ps": "hybrid"},
         advice=ADVICE,
