@@ -43,6 +43,8 @@ PS_PATHS = "ECHELON_PS_PATHS"
 BOUND_MARK = "ECHELON_BOUND_MARK"
 #: How often the launcher has restarted this process; RESTART_COUNT: how often it has restarted all ranks together.
 RESTARTS, RESTART_COUNT = "ECHELON_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
+#: The name that torch's agents give to a run.
+RUN_ID = "TORCHELASTIC_RUN_ID"
 #: "True" if the launcher serves the ranks' store; otherwise rank 0 does.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 #: Set if echelon.launch() started the process.

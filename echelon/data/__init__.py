@@ -7,7 +7,10 @@ from echelon.data.ctr import CtrFiles
 from echelon.data.file_list import FileList
 from echelon.data.loader import Loader
 from echelon.data.loader_options import LoaderOptions
+from echelon.data.offset_stream import OffsetStream
 from echelon.data.padding import pad_collate
+from echelon.data.partition_stream import PartitionStream
+from echelon.data.ragged_columns import RaggedColumns
 from echelon.data.repeated import Repeated, RepeatedStream
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ __all__ = [
     "FileList",
     "Loader",
     "LoaderOptions",
+    "OffsetStream",
+    "PartitionStream",
+    "RaggedColumns",
     "Repeated",
     "RepeatedStream",
     "pack_collate",

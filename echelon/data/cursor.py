@@ -20,15 +20,19 @@ class Cursor:
     position: int = 0
     #: samples of this epoch's global order that all ranks together have used
     samples: int = 0
+    #: for a stream with places: from where it is read on, as ``resumable_source.Anchor`` has it
+    anchor: Any = None
 
     def advance(self, samples: int) -> None:
         self.position += 1
         self.samples += samples
 
-    def next_epoch(self, cut: int) -> None:
+    def next_epoch(self, cut: int, *, goes_on: bool = False) -> None:
+        """Move to the next epoch; if it goes on in the same stream, without losing the place there."""
         self.epoch += 1
         self.position = 0
-        self.samples = 0
+        if not goes_on:
+            self.samples, self.anchor = 0, None
         self.cut = cut
 
 
@@ -38,6 +42,7 @@ def to_state(cursor: Cursor, order: Mapping[str, Any], data: Mapping[str, Any]) 
     order:  facts on which the epoch's order depends; a state can be loaded in mid-epoch only with equal facts
     data:   identity of the data set
     """
+    anchor = {} if cursor.anchor is None else {"anchor": list(cursor.anchor)}
     return {
         "epoch": cursor.epoch,
         "position": cursor.position,
@@ -45,6 +50,7 @@ def to_state(cursor: Cursor, order: Mapping[str, Any], data: Mapping[str, Any]) 
         "cut": cursor.cut,
         "order": dict(order),
         "data": dict(data),
+        **anchor,
     }
 
 
@@ -52,7 +58,7 @@ def from_state(state: Mapping[str, Any], order: Mapping[str, Any], global_batch:
     missing = [name for name in ("epoch", "position", "samples", "cut", "order") if name not in state]
     if missing:
         raise DataError(f"this is no state of a loader: it lacks '{missing[0]}'; pass the result of state_dict()")
-    cursor = Cursor(state["cut"], state["epoch"], state["position"], state["samples"])
+    cursor = Cursor(state["cut"], state["epoch"], state["position"], state["samples"], state.get("anchor"))
     if cursor.samples == 0:
         return Cursor(global_batch, cursor.epoch)
     for name, now in order.items():

@@ -30,6 +30,8 @@ class RankBatch(NamedTuple):
     seconds: float = 0.0
     #: checksum of the samples that all ranks read from a stream, in the first step of an epoch
     mark: int | None = None
+    #: from where a stream with places is read on, as ``resumable_source.Anchor`` has it
+    anchor: Any = None
 
 
 class DataSource(Protocol):

@@ -22,6 +22,7 @@ from echelon.data.fingerprint import DatasetFingerprint, dataset_fingerprint
 from echelon.data.loader_options import LoaderOptions
 from echelon.data.map_source import MapSource
 from echelon.data.open_source import draw_from, open_sampling, open_source, reads_apart
+from echelon.data.resumable_source import ResumableSource
 from echelon.data.sampling import EpochSampler, batches_of
 from echelon.data.shard_source import Agreement, ShardSource
 from echelon.data.stream import StreamSource
@@ -157,7 +158,7 @@ class Loader:
         size = self._source.size
         if self._options.world_size == 1 or reads_apart(self.dataset):
             return None
-        if isinstance(self._source, StreamSource):
+        if isinstance(self._source, StreamSource | ResumableSource):
             return DatasetFingerprint(size or 0, None, read=self._mark)
         if size is None:
             return None
@@ -347,6 +348,7 @@ class Loader:
 
     def _account(self, piece: RankBatch) -> None:
         self._cursor.advance(piece.taken)
+        self._cursor.anchor = piece.anchor
         self._real += piece.real
         self._room += piece.room
         self._samples += piece.share
@@ -356,7 +358,8 @@ class Loader:
             self._on_share(piece.share)
 
     def _next_epoch(self) -> None:
-        self._cursor.next_epoch(self.global_batch)
+        goes_on = isinstance(self._source, ResumableSource) and self._source.goes_on
+        self._cursor.next_epoch(self.global_batch, goes_on=goes_on)
         self._continues = False
 
 
