@@ -17,6 +17,7 @@ from echelon.api.distribute_args import DistributeArgs
 from echelon.api.model_makers import made_model, made_optimizer
 from echelon.base.environment import COPIES, PLAN_ONLY, VERIFY, whole_number
 from echelon.base.errors import UsageError, nearest
+from echelon.base.start_times import start_times
 from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.construction.deferred_weights import DeferredWeights
 from echelon.distributed import world as worlds
@@ -98,6 +99,7 @@ def distribute(
     for name in unknown:
         raise UsageError(f"distribute() has no option '{name}'{nearest(name, _OPTIONS)}")
     model = made_model(model)
+    start_times.end("build")
     optimizer, loss, strategy = sort_given(given, optimizer=optimizer, loss=loss, strategy=strategy)
     optimizer = made_optimizer(optimizer, model)
     check_types(model, optimizer, loss, strategy, plan, cluster, elastic, log)
@@ -164,6 +166,7 @@ def distribute(
         run.preemption.install()
     if observer is not None:
         observer.attend(engine)
+    start_times.end("distribute")
     return engine
 
 

@@ -27,6 +27,7 @@ from echelon.base.environment import (
     worker_rank_info,
 )
 from echelon.base.errors import UsageError
+from echelon.base.start_times import start_times
 from echelon.base.user_traceback import install_hook
 from echelon.distributed.activity import waiting
 from echelon.distributed.device_choice import choose_device, count_gpus
@@ -138,6 +139,7 @@ def init(
     global _world  # noqa: PLW0603 - a process belongs to one job
     if _world is not None:
         return _world
+    start_times.end("import")
     install_hook()
     part = find_role(
         pservers=pservers,
@@ -153,6 +155,7 @@ def init(
     world = World(place, _take_device(place, device), "none", seed, timeout, None, part)
     _world = _joined(world, backend) if part.role == "alone" and world.size > 1 else world
     seed_everything(seed)
+    start_times.end("join")
     return _world
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from echelon.distributed.activity import activity
 
 
 class RunProgress:
-    """The updates of one run, including those skipped because of an overflow."""
+    """The updates of one run, including those skipped because of an overflow.
 
-    def __init__(self) -> None:
+    first: function that is called after the first update of this process
+    """
+
+    def __init__(self, first: Callable[[], None] = lambda: None) -> None:
+        self._first: Callable[[], None] | None = first
         self.steps = 0  #: updates so far
         self.total: int | None = None  #: step that the loop ends with, if that is before its epochs end
 
@@ -16,6 +22,9 @@ class RunProgress:
         """Count an update."""
         self.steps += 1
         activity.end_step()
+        if self._first is not None:
+            first, self._first = self._first, None
+            first()
 
     def resume_at(self, step: int) -> None:
         """Continue after ``step``, whose state was restored."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from echelon.base.start_times import start_times
 from echelon.checkpoint.checkpoint_settings import Checkpoint
 from echelon.checkpoint.in_memory.snapshot_hosts import SnapshotHosts
 from echelon.construction.deferred_weights import DeferredWeights
@@ -81,7 +82,7 @@ class RunContext:
         self.world, self.model, self.loss, self.optimizers = world, model, loss, optimizers
         self.backend, self.make_engine, self.trial = backend, make_engine, trial
         self.initial = initial
-        self.progress = RunProgress()
+        self.progress = RunProgress(first=self._note_start)
         self.schedules = LRSchedulers(schedulers, optimizers.values(), self.say)
         self.checker = ConsistencyChecker(
             world, ProcessGroups(world.backend), self.progress, lambda line: self.say(line, "warning")
@@ -103,6 +104,11 @@ class RunContext:
     def say(self, text: str, kind: Kind = "notice") -> None:
         """Write a line to rank 0's console and to the run's events."""
         self.voice.say(text, kind)
+
+    def _note_start(self) -> None:
+        """Record how long this process took to its first step."""
+        start_times.end("first step")
+        self.record.started(start_times.seconds())
 
     def close(self) -> None:
         """Finish background work and close connections."""

@@ -31,6 +31,7 @@ class RunLogWriter:
             set_run_directory(directory)
             _started.setdefault(directory, time.time())
         self._said: Sequence[str] = ()  # startup lines
+        self._start: JSON = {}
         self._settings: list[JSON] = []
         self._ranks: list[JSON] | None = None  # None until ``begun``
         self._facts: JSON = {}
@@ -76,6 +77,12 @@ class RunLogWriter:
             self._facts = facts_of(engine, self._ranks)
             self._write()
 
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """Record the seconds from the start of rank 0's process to the end of its first step, by part."""
+        self._start = dict(seconds)
+        if self._writes:
+            self._write()
+
     def resumed(self) -> None:
         """Record that training resumed from an earlier process, whose files then belong to this run."""
         if not self._goes_on:
@@ -109,7 +116,7 @@ class RunLogWriter:
             return
         started, began, attempt = self._attempt()
         times = {"started": started, "began": began, "attempt": attempt}
-        details = {"settings": self._settings, "said": list(self._said)}
+        details = {"settings": self._settings, "said": list(self._said), "start": self._start}
         write_whole(self._directory / RUN, {"format": 1, **self._facts, **times, **details})
 
     def _attempt(self) -> tuple[float, float, int]:
