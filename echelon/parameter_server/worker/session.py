@@ -22,8 +22,8 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.formatting import brief, things
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
-from echelon.parameter_server.persistence.requested_path import absolute
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint
+from echelon.parameter_server.persistence.requested_path import absolute
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker.catch_up import attach
