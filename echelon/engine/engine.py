@@ -62,7 +62,8 @@ class Engine(OwnLoop, CheckpointCalls):
         self._run, self._planned = run, planned
         prepare(run.model, planned.plan.fast)
         self._parts = parts = parallelize(planned, batch)
-        self._fast = fast_path(parts.plan, run.model, planned.objective, run.optimizers, self._forward, run.say)
+        kept = run.kept_directory
+        self._fast = fast_path(parts.plan, run.model, planned.objective, run.optimizers, self._forward, run.say, kept)
         buffers = replica_buffers(run, parts.plan, grid)
         self._clock = run.metrics.clock
         self._passes = ForwardBackward(planned, parts, self._fast, buffers, self._forward)

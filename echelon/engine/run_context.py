@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -100,6 +101,12 @@ class RunContext:
         self.preemption = PreemptionHandler(world)
         self.exit = ExitHook()
         self.exit.add(self._finish)
+
+    @property
+    def kept_directory(self) -> Path | None:
+        """The directory that the run keeps over restarts: that of its checkpoints, else that of its log."""
+        saved = self.checkpoints.directory
+        return self.metrics.directory if saved is None else Path(saved)
 
     def say(self, text: str, kind: Kind = "notice") -> None:
         """Write a line to rank 0's console and to the run's events."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 from echelon.base.errors import UsageError
 from echelon.checkpoint.state_strides import follow_weights
 from echelon.fastpath.compile import ModuleCompiler, Say, forget
+from echelon.fastpath.compile_cache import keep_programs
 from echelon.fastpath.fused_optimizers import fuse
 from echelon.fastpath.graph_validation import PassSnapshot
 from echelon.fastpath.padded_vocab import pad
@@ -68,14 +70,18 @@ def fast_path(
     given: Mapping[str, torch.optim.Optimizer],
     forward: Forward,
     say: Say,
+    keep: Path | None = None,
 ) -> FastPath | None:
     """Apply the chosen parts, and return the FastPath that the engine runs each step with.
 
     The result is None if steps run unchanged.
 
     forward: function from a batch to its loss
+    keep:    directory of the run in which compiled programs are kept
     """
     chosen = plan.fast
+    if chosen.compiled and (line := keep_programs(keep, next(model.parameters()).device)):
+        say(line)
     for optimizer in given.values() if chosen.channels_last else ():
         follow_weights(optimizer)
     for key in chosen.fused:
