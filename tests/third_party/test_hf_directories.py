@@ -137,7 +137,10 @@ def weights_read_inside_of_deferred(source: Path) -> list[dict[str, Tensor]]:
     found = []
     for make in (lambda: echelon.hf.from_pretrained(source), adapted):
         engine = echelon.distribute(
-            make, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), strategy=Strategy(shard=3), log=QUIET
+            make,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy=Strategy(shard=3),
+            log=QUIET,
         )
         found.append(engine.whole_state())
         engine.close()
