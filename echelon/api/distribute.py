@@ -165,7 +165,7 @@ def distribute(
     if trial is None and (checkpoint is not None or _copies(backend)):
         run.preemption.install()
     if observer is not None:
-        observer.attend(engine)
+        observer.attach(engine)
     start_times.end("distribute")
     return engine
 

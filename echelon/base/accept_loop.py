@@ -1,4 +1,4 @@
-"""``AcceptLoop``: a listening port whose strangers are bounded, with a thread for each connection."""
+"""``AcceptLoop``: a listening port with a bound on connections without a proof, with a thread for each connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 #: Limit of connections without a proof. The proof takes one round trip; hundreds of ranks connect at once.
-STRANGERS = 256
+UNPROVEN = 256
 #: ``know`` is an argument since the first caller can be there before the constructor has returned.
 Serve = Callable[[socket.socket, Callable[[], None]], None]
 _PAUSE = 0.05  # seconds without a free file descriptor
@@ -20,15 +20,15 @@ _PAUSE = 0.05  # seconds without a free file descriptor
 class AcceptLoop:
     """Accepts connections and calls ``serve(connection, know)`` in a thread for each; after a proof it calls ``know``.
 
-    Beyond ``strangers`` connections without a proof, and when file descriptors run out, the one that has waited longest
+    Beyond ``unproven`` connections without a proof, and when file descriptors run out, the one that has waited longest
     is closed: a process that knows the secret would have proven it long before.
     """
 
-    def __init__(self, listener: socket.socket, serve: Serve, name: str, strangers: int = STRANGERS) -> None:
+    def __init__(self, listener: socket.socket, serve: Serve, name: str, unproven: int = UNPROVEN) -> None:
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._listener, self._serve, self._name = listener, serve, name
-        self._most = min(strangers, descriptors // 4)  # files of this process need descriptors, too
-        self._strangers: dict[socket.socket, None] = {}
+        self._most = min(unproven, descriptors // 4)  # files of this process need descriptors, too
+        self._unproven: dict[socket.socket, None] = {}
         self._connections: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), False
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -36,7 +36,7 @@ class AcceptLoop:
     def _know(self, caller: socket.socket) -> None:
         """Mark a connection as one of the job."""
         with self._lock:
-            self._strangers.pop(caller, None)
+            self._unproven.pop(caller, None)
 
     def close(self) -> None:
         """Stop listening; open connections stay open."""
@@ -60,9 +60,9 @@ class AcceptLoop:
                 time.sleep(_PAUSE)
                 continue
             with self._lock:
-                self._strangers[caller] = None
+                self._unproven[caller] = None
                 self._connections.add(caller)
-                crowded = len(self._strangers) > self._most
+                crowded = len(self._unproven) > self._most
             if crowded:
                 self._drop_oldest()
             self._start(caller)
@@ -81,14 +81,14 @@ class AcceptLoop:
 
     def _forget(self, caller: socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(caller, None)
+            self._unproven.pop(caller, None)
             self._connections.discard(caller)
         caller.close()
 
     def _drop_oldest(self) -> None:
         with self._lock:
-            if (oldest := next(iter(self._strangers), None)) is not None:
-                del self._strangers[oldest]
+            if (oldest := next(iter(self._unproven), None)) is not None:
+                del self._unproven[oldest]
                 cut(oldest)
 
 

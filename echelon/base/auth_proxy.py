@@ -21,7 +21,7 @@ from echelon.base.job_secret import PATIENCE, HandshakeError, calleds_proof, cal
 from echelon.base.proxy_loop import ProxyConnection, ProxyListener, is_ours, join, wait_for
 
 #: Limit of unauthenticated connections. The proof takes one round trip; hundreds of ranks connect at once.
-STRANGERS = 256
+UNPROVEN = 256
 
 
 class WrongSecret(UsageError):
@@ -68,7 +68,7 @@ class AuthProxy:
         self._behind, self._token = behind, token
         self._tls, self._channel = tls.server_tls_context(), tls.own_certificate_fingerprint()
         network.raise_descriptor_limit()
-        self.door = ProxyListener(listener, self._receive, at_most=STRANGERS)
+        self.door = ProxyListener(listener, self._receive, at_most=UNPROVEN)
 
     async def _receive(self, caller: socket.socket) -> None:
         network.stay_alert(caller)
@@ -89,7 +89,7 @@ class AuthTunnel:
 
     def __init__(self, address: str, port: int, token: bytes) -> None:
         self._target, self._token = (address, port), token
-        self.door = ProxyListener(network.listen(LOOPBACK, 0), self._receive, at_most=10 * STRANGERS)
+        self.door = ProxyListener(network.listen(LOOPBACK, 0), self._receive, at_most=10 * UNPROVEN)
 
     async def _receive(self, caller: socket.socket) -> None:
         if not is_ours(caller):

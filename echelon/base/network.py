@@ -72,7 +72,7 @@ def own_name_address() -> str | None:
         return None
 
 
-def _asked(question: int, request: bytes) -> bytes | None:
+def _ioctl(question: int, request: bytes) -> bytes | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe, question, request)
@@ -81,12 +81,12 @@ def _asked(question: int, request: bytes) -> bytes | None:
 
 
 def _is_up(interface: str) -> bool:
-    answer = _asked(_SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
+    answer = _ioctl(_SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
     return answer is not None and bool(struct.unpack_from("H", answer, 16)[0] & _IFF_UP)
 
 
 def _mtu(interface: str) -> int | None:
-    answer = _asked(_SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+    answer = _ioctl(_SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
     return None if answer is None else int(struct.unpack_from("i", answer, 16)[0])
 
 
@@ -94,7 +94,7 @@ def _speed(interface: str) -> int | None:
     """Return the speed in Mb/s. ``struct ethtool_cmd`` has it in two halves, at bytes 12 and 28."""
     command = array.array("B", struct.pack("I40x", _ETHTOOL_GSET))
     request = struct.pack("16sP16x", interface.encode()[:15], command.buffer_info()[0])
-    if _asked(_SIOCETHTOOL, request) is None:
+    if _ioctl(_SIOCETHTOOL, request) is None:
         return None
     low, high = struct.unpack_from("H", command, 12)[0], struct.unpack_from("H", command, 28)[0]
     speed = int(low) | int(high) << 16

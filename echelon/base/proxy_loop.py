@@ -157,7 +157,7 @@ class ProxyListener:
         self.port = int(listener.getsockname()[1])
         self.callers = 0
         self._listener, self._receive, self._at_most = listener, receive, at_most
-        self._strangers: dict[asyncio.Task[None], None] = {}
+        self._unproven: dict[asyncio.Task[None], None] = {}
         self._busy: set[asyncio.Task[Any]] = set()
         loop().call_soon_threadsafe(self._open)
 
@@ -165,7 +165,7 @@ class ProxyListener:
         """Mark the current connection as authenticated; ``receive`` calls it."""
         task = asyncio.current_task()
         assert task is not None
-        self._strangers.pop(task, None)
+        self._unproven.pop(task, None)
 
     @property
     def idle(self) -> bool:
@@ -199,12 +199,12 @@ class ProxyListener:
     def _let_in(self, caller: socket.socket) -> None:
         self.callers += 1
         task = loop().create_task(self._tend(caller))
-        self._strangers[task] = None
+        self._unproven[task] = None
         self._busy.add(task)
         task.add_done_callback(self._let_out)
-        if len(self._strangers) > self._at_most:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        if len(self._unproven) > self._at_most:
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
             oldest.cancel()
 
     async def _tend(self, caller: socket.socket) -> None:
@@ -217,7 +217,7 @@ class ProxyListener:
             raise
 
     def _let_out(self, task: asyncio.Task[None]) -> None:
-        self._strangers.pop(task, None)
+        self._unproven.pop(task, None)
         self._busy.discard(task)
 
 

@@ -47,7 +47,7 @@ class WaitNotice:
         self._say = say or print_wait
         self._began, self._due, self._announced = time.monotonic(), _after(), ""
 
-    def look(self, awaited: str) -> None:
+    def poll(self, awaited: str) -> None:
         """Print the line if it is due; ``awaited`` is '' if there is nothing to wait for."""
         waited = time.monotonic() - self._began
         if not awaited or awaited == self._announced or waited < self._due:
@@ -63,7 +63,7 @@ class WaitNotice:
         def watch() -> None:
             while not over.wait(max(0.05, min(1.0, self._began + self._due - time.monotonic()))):
                 if time.monotonic() - self._began >= self._due:
-                    self.look(awaited())
+                    self.poll(awaited())
 
         threading.Thread(target=watch, name="wait notice", daemon=True).start()
         try:

@@ -57,7 +57,7 @@ class CheckpointSave:
 
         shares, aside = self._peers.agree(self._doing, offer, self._allot)
         self._aside = self._directory / aside
-        own = self._allotment.settle([piece for piece, _ in self._held], shares, self._peers.rank)
+        own = self._allotment.accept([piece for piece, _ in self._held], shares, self._peers.rank)
         self._share = [self._held[position] for position in own]
         self._share.sort(key=lambda held: -held[0].dtype.itemsize)  # so that each tensor is aligned to its dtype
 

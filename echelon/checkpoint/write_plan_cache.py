@@ -36,7 +36,7 @@ class WritePlanCache:
         ]
         return share_out(self._proposed)
 
-    def settle(self, pieces: Sequence[TensorRegion], shares: list[list[int]] | None, rank: int) -> list[int]:
+    def accept(self, pieces: Sequence[TensorRegion], shares: list[list[int]] | None, rank: int) -> list[int]:
         """Store the agreed plan, and return this rank's share."""
         self._own = list(pieces)
         if shares is not None:

@@ -74,7 +74,7 @@ class Writer:
         save.share(tensors, facts)
         if wait if wait is not None else not self._asynchronous:
             save.write()
-            self._tell(save)
+            self._report(save)
         else:
             save.stage(self._staging)
             self._thread = threading.Thread(target=self._write, args=(save,), name=f"checkpoint of step {step}")
@@ -96,14 +96,14 @@ class Writer:
         self.wait()
         self._peers.close()
 
-    def _tell(self, save: CheckpointSave) -> None:
+    def _report(self, save: CheckpointSave) -> None:
         if self._saved is not None:
             self._saved(save.final)
 
     def _write(self, save: CheckpointSave) -> None:
         try:
             save.write()
-            self._tell(save)
+            self._report(save)
         except CheckpointError as error:
             self._failure = error
         except BaseException as error:

@@ -53,6 +53,6 @@ def verify(
     at_least(1, "--procs", procs)
     if gpus is not None:
         check_gpus(gpus)
-    from echelon.cli.commands.verify import launcher_words, run_verify
+    from echelon.cli.commands.verify import launcher_argv, run_verify
 
-    raise typer.Exit(run_verify(replace(options, words=tuple(launcher_words(procs, gpus, planned))), as_json))
+    raise typer.Exit(run_verify(replace(options, argv=tuple(launcher_argv(procs, gpus, planned))), as_json))

@@ -101,13 +101,13 @@ class Translation:
     rest: list[str] = field(default_factory=list)
 
 
-def translate(command: str, words: Sequence[str], valued: Collection[str]) -> str:
-    """Return one line that names the foreign options in ``words`` and the command to use instead.
+def translate(command: str, argv: Sequence[str], valued: Collection[str]) -> str:
+    """Return one line that names the foreign options in ``argv`` and the command to use instead.
 
     command: name of the command: ``echelon run``
     valued:  options of the command that take a value
     """
-    read = _read(words, valued)
+    read = _read(argv, valued)
     launchers = sorted({FOREIGN[dashed(name)].launcher for name in read.foreign})
     whole = shlex.join([*command.split(), *_ours(read.values), *read.own, *read.rest])
     notes = [f"{name} {FOREIGN[dashed(name)].instead}" for name in read.foreign if not FOREIGN[dashed(name)].ours]
@@ -116,34 +116,34 @@ def translate(command: str, words: Sequence[str], valued: Collection[str]) -> st
     return "; ".join([f"{heading}: write '{whole}'", *notes])
 
 
-def _read(words: Sequence[str], valued: Collection[str]) -> Translation:
+def _read(argv: Sequence[str], valued: Collection[str]) -> Translation:
     read, at = Translation(), 0
-    while at < len(words) and words[at].startswith("-") and words[at] != "--":
-        name, equals, value = words[at].partition("=")
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+        name, equals, value = argv[at].partition("=")
         option = FOREIGN.get(dashed(name))
         takes_next = not equals and (not option.flag if option else dashed(name) in valued)
-        if takes_next and at + 1 < len(words):
-            value = words[at + 1]
+        if takes_next and at + 1 < len(argv):
+            value = argv[at + 1]
         if option is not None:
             read.foreign.append(name)
             read.values[dashed(name)] = value
         else:
-            read.own += [dashed(words[at]), *([value] if takes_next else [])]
+            read.own += [dashed(argv[at]), *([value] if takes_next else [])]
         at += 2 if takes_next else 1
-    read.rest = list(words[at:])
+    read.rest = list(argv[at:])
     return read
 
 
 def _ours(values: dict[str, str]) -> list[str]:
     """Return the equivalent options of ``echelon run``."""
     left = dict(values)
-    words = [*_meeting_place(left), *_processes(left)]
+    argv = [*_master_options(left), *_processes(left)]
     for name, value in left.items():
-        words += FOREIGN[name].ours.format(value).split(maxsplit=1)
-    return words
+        argv += FOREIGN[name].ours.format(value).split(maxsplit=1)
+    return argv
 
 
-def _meeting_place(left: dict[str, str]) -> list[str]:
+def _master_options(left: dict[str, str]) -> list[str]:
     """Remove address and port from ``left`` and return ``--nnodes`` and ``--master``.
 
     The first host of fleetrun's list is the master.

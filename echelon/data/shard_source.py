@@ -120,7 +120,7 @@ class Agreement:
             self._check_full_batch(vote)
         while True:
             coming = None if isinstance(vote.held, Exception) else self._cast(own)
-            piece = self._settle(vote)
+            piece = self._counted(vote)
             if piece is None or coming is None:
                 return
             yield piece
@@ -142,7 +142,7 @@ class Agreement:
         work = dist.all_reduce(counts, dist.ReduceOp.MAX, self._group, async_op=True) if self._group else None
         return Vote(held, counts, work)
 
-    def _settle(self, vote: Vote) -> RankBatch | None:
+    def _counted(self, vote: Vote) -> RankBatch | None:
         """Return the batch for this step, or None if the epoch is over according to ``uneven``."""
         most, least = self._count_votes(vote)
         assert not isinstance(vote.held, Exception)

@@ -118,13 +118,13 @@ def _reach(place: RankInfo, timeout: float, server: str) -> Store:
                 f"rank {place.rank} could not reach {server} at {where} within "
                 f"{timeout:.0f} s; is {server} running, and is that address reachable from here?"
             )
-        notice.look(f"{server} at {where}, where nothing listens yet")
+        notice.poll(f"{server} at {where}, where nothing listens yet")
         time.sleep(REACH)
     result, notice = list[Store](), WaitNotice(f"rank {place.rank}", timeout)
     caller = threading.Thread(target=_call, args=(place, timeout, result), name="store", daemon=True)
     caller.start()
     while caller.is_alive() and time.monotonic() < deadline:
-        notice.look(f"{server} at {where}, where a program listens that has not answered as {server} does")
+        notice.poll(f"{server} at {where}, where a program listens that has not answered as {server} does")
         caller.join(REACH)
     if not result:
         raise PeerLost(
@@ -167,7 +167,7 @@ def _roll_call(place: RankInfo, store: Store, wanted: str, timeout: float) -> st
                     f"rank {place.rank} has waited {timeout:.0f} s, but of {place.world_size} processes these have "
                     f"not joined: {_names(place, missing)}; look at their logs, or start them"
                 )
-            notice.look(f"{_names(place, missing)} of {place.world_size} to call echelon.init()")
+            notice.poll(f"{_names(place, missing)} of {place.world_size} to call echelon.init()")
             time.sleep(LOOK)
         wishes = {bytes(wish).decode() for wish in store.multi_get([f"here/{rank}" for rank in everyone])}
     except dist.DistError:

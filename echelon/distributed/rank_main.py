@@ -162,12 +162,12 @@ def _run(kind: str, program: str, args: list[str]) -> None:
 def _fail(error: BaseException, log: BinaryIO) -> None:
     """Write the error to the log and for the launcher, which shows that of the first failing rank; exit with 1."""
     secondary = caused_by_peer(error)
-    story = _story(error)
+    text = _traceback_text(error)
     sys.last_value = error  # as the interpreter sets it: exit handlers can see that the script failed
     sys.stdout.flush()
     sys.stderr.flush()
-    log.write(story.encode(errors="replace"))
-    _record_end(error, story, secondary)
+    log.write(text.encode(errors="replace"))
+    _record_end(error, text, secondary)
     if secondary:
         time.sleep(LINGER)
     last_words = threading.Timer(LAST_WORDS, os._exit, args=(1,))
@@ -197,7 +197,7 @@ def _is_ours(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.EchelonError)
 
 
-def _story(error: BaseException) -> str:
+def _traceback_text(error: BaseException) -> str:
     """Return the text for an error that ended the script."""
     trace = _from_script_on(error.__traceback__)
     if "echelon" not in sys.modules:
@@ -238,14 +238,14 @@ def _step() -> int:
     return activity.activity.step if activity is not None else 0
 
 
-def _record_end(error: BaseException, story: str, secondary: bool) -> None:
+def _record_end(error: BaseException, text: str, secondary: bool) -> None:
     plain_exit, is_ours = isinstance(error, SystemExit), _is_ours(error)
     record = {
         "kind": "" if plain_exit else type(error).__name__,
         "message": "" if plain_exit else _said(error),
         "place": _place(error) if is_ours else "",
         "ours": is_ours,
-        "traceback": "" if is_ours and not story.startswith("Traceback") else story,  # for --traceback
+        "traceback": "" if is_ours and not text.startswith("Traceback") else text,  # for --traceback
         "secondary": secondary,
         "step": _step(),
         "time": time.time(),

@@ -25,7 +25,7 @@ class CheckpointCalls(EngineState):
         >>> path = engine.save("runs/checkpoints", wait=True)
         """
         with self._clock.apart("checkpoint"):
-            self._passes.losses.look()
+            self._passes.losses.check_all()
             self._ema.before_save()
             own = self._checkpoints.own_state()  # this rank's own weights, before the average is shown
             with self._replicas.shown():

@@ -41,11 +41,11 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, on_nonfinite: object =
     if (other := next((rank for rank, text in enumerate(settings) if text != settings[0]), None)) is not None:
         raise MismatchError(f"rank {other} was given on_nonfinite={settings[other]}, and rank 0 {settings[0]}; give "
                             "every rank the same")  # fmt: skip
-    strangers = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
-    if not strangers:
+    different = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+    if not different:
         return
     plans = gather_json(json.loads(plan.to_json()), group)
-    rank = strangers[0]
+    rank = different[0]
     where = first_difference(plans[rank], plans[0])
     raise MismatchError(
         f"rank {rank} was built differently from rank 0: {where}; "
@@ -57,18 +57,18 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, ranks: Sequenc
     """Raise ``DataError`` if the ranks that share one batch were given different batches."""
     if group is None:
         return
-    found = gather_json([_looks(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)], group)
+    found = gather_json([_summary(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)], group)
     members = sorted(ranks)
-    strangers = [rank for rank, looks in zip(members, found, strict=True) if looks != found[0]]
-    if strangers:
+    different = [rank for rank, summary in zip(members, found, strict=True) if summary != found[0]]
+    if different:
         together = ", ".join(map(str, members))
         raise DataError(
-            f"rank {strangers[0]} was given another batch than rank {members[0]}, but ranks {together} work on one "
+            f"rank {different[0]} was given another batch than rank {members[0]}, but ranks {together} work on one "
             "batch together; take batches from engine.loader(), of data that is the same on all of them"
         )
 
 
-def _looks(leaf: Tensor) -> list[Any]:
+def _summary(leaf: Tensor) -> list[Any]:
     values = leaf.detach()
     total = float(values.double().sum()) if values.numel() and not values.is_complex() else 0.0
     return [list(leaf.shape), str(leaf.dtype), repr(total)]
@@ -124,7 +124,7 @@ class RollCall:
         data:    fingerprints of the datasets that are divided among all ranks
         fed:     description of a batch that the script itself has fed to this rank, see ``DuplicateBatchCheck``
         """
-        if self._make is None or not self._asked(call):
+        if self._make is None or not self._compares(call):
             return None
         self.open()
         assert self._group is not None
@@ -136,7 +136,7 @@ class RollCall:
         remarks = [_compare_data(each) for each in zip(*(one[5] for one in result), strict=False)]
         return next(filter(None, remarks), None) or self._alike.remark([one[6] for one in result])
 
-    def _asked(self, call: str) -> bool:
+    def _compares(self, call: str) -> bool:
         if self._always or call not in PER_STEP:
             return True
         self._left -= 1
@@ -182,24 +182,24 @@ def _compare_data(found: Sequence[Any]) -> str | None:
                 f"rank {rank} was given a data set of {data.size:,} samples and rank {first} one of "
                 f"{known[first].size:,}; engine.loader() deals one data set out to all ranks: give each the same"
             )
-    strangers = [rank for rank, data in known.items() if data != known[first]]
-    if not strangers:
+    different = [rank for rank, data in known.items() if data != known[first]]
+    if not different:
         return None
-    if known[strangers[0]].read != known[first].read:
+    if known[different[0]].read != known[first].read:
         return (
-            f"rank {strangers[0]} reads other samples from its stream than rank {first}; engine.loader() lets all "
+            f"rank {different[0]} reads other samples from its stream than rank {first}; engine.loader() lets all "
             "ranks read one stream, of which each keeps its share: make the stream independent of the rank, or add "
             "rank=0, "
             "world_size=1 where each rank keeps all that it reads"
         )
-    if known[strangers[0]].contents == known[first].contents:
+    if known[different[0]].contents == known[first].contents:
         return (
-            f"the sampler of rank {strangers[0]} draws another order than that of rank {first}; engine.loader() deals "
+            f"the sampler of rank {different[0]} draws another order than that of rank {first}; engine.loader() deals "
             "one order out to all ranks: let the sampler draw from torch, numpy or random, or from a generator with "
             "one seed on all ranks"
         )
     return (
-        f"rank {strangers[0]} was given another data set than rank {first}; engine.loader() deals one data set out to "
+        f"rank {different[0]} was given another data set than rank {first}; engine.loader() deals one data set out to "
         "all ranks: make random data and random splits before distribute(), after which every rank has random numbers "
         "of its own"
     )

@@ -40,20 +40,22 @@ class BatchChecks:
         self._replica, self._is_fed = replica, is_fed
         self.steps_alone = plan.local is not None  #: True if ranks compare calls only when they average
         self._sharers: Sequence[int] = ()  # the ranks that share one batch
-        self._strangers: dist.ProcessGroup | None = None  # group of these ranks, until the first batches are compared
+        self._sharing_group: dist.ProcessGroup | None = (
+            None  # group of these ranks, until the first batches are compared
+        )
         if plan.is_model_parallel:
             axes = [axis for axis in ("stage", "split") if axis not in plan.data_axes]
-            self._sharers, self._strangers = grid.ranks(*axes), grid.control(*axes)
+            self._sharers, self._sharing_group = grid.ranks(*axes), grid.control(*axes)
 
     def compare(self, batch: Any) -> None:
         """Check once, in the first step, that the ranks that share one batch were given the same batch."""
-        if self._strangers is not None:
-            group, self._strangers = self._strangers, None
+        if self._sharing_group is not None:
+            group, self._sharing_group = self._sharing_group, None
             check_same_batch(batch, group, self._sharers)
 
     def sharers(self, call: str) -> Sequence[int]:
         """Return the ranks whose batches for this call must have the same shapes."""
-        return self._sharers if call == "step" and self._strangers is None else ()
+        return self._sharers if call == "step" and self._sharing_group is None else ()
 
     def fed(self, call: str, batch: Any) -> list[Any]:
         """Return this rank's description of a batch that the script itself has fed (see ``DuplicateBatchCheck``)."""
@@ -120,7 +122,7 @@ class ConsistencyChecker:
         """Compare the call before ranks that step alone average their weights."""
         self._answer("step", batches=batches)
 
-    def attend(self, layer: str, call: str = FORWARD) -> None:
+    def check_norm(self, layer: str, call: str = FORWARD) -> None:
         """Check that all ranks run this batch norm before it communicates in a forward pass of user code.
 
         A rank that runs the model alone would receive the messages of the next step. Gloo aborts a process if their

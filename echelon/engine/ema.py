@@ -91,7 +91,7 @@ class MovingAverage:
         self.averages.update(optimizers.keys())
         local = self._parts.local
         if self._run.snapshots is not None and local is not None and local.since == 0:
-            self._meet()  # in-memory snapshots need the same average on all ranks
+            self._sync()  # in-memory snapshots need the same average on all ranks
 
     @property
     def updates(self) -> int:
@@ -109,7 +109,7 @@ class MovingAverage:
         """Replace the model's weights by their averages within the context. All ranks enter it together."""
         averages, parts = self._begun(), self._parts
         self.refuse("engine.ema.applied()")
-        self._meet("applied")
+        self._sync("applied")
         shards = parts.shards
         follow = (lambda: None) if shards is None else partial(shards.after_step, parts.optimizers)
         local = parts.local
@@ -121,7 +121,7 @@ class MovingAverage:
             self._is_applied = True
             shown.callback(setattr, self, "_is_applied", False)
             if local is not None:
-                shown.enter_context(local.met())
+                shown.enter_context(local.in_sync())
             yield
 
     def whole_state(self) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class MovingAverage:
         """
         averages, parts = self._begun(), self._parts
         self.refuse("engine.ema.whole_state()", "use engine.whole_state()")
-        self._meet("whole_state")
+        self._sync("whole_state")
         is_sharded = parts.plan.is_model_parallel or parts.plan.shard is not None
         with self._run.checker.explained(), self._one.shown():
             control = self._run.world.control if is_sharded else None
@@ -146,7 +146,7 @@ class MovingAverage:
         """Synchronize the average over all ranks, or log that the average of the checkpoint is not saved again."""
         if self.averages is not None:
             self.refuse("engine.save()")
-            self._meet()
+            self._sync()
         elif self._settings is None and self._stored is not None and not self._has_warned:
             self._has_warned = True
             self._say(
@@ -168,7 +168,7 @@ class MovingAverage:
             raise UsageError(NO_AVERAGE)
         return self.averages
 
-    def _meet(self, call: str = "") -> None:
+    def _sync(self, call: str = "") -> None:
         """Average the moving averages of replicas under local SGD: this gives the moving average of their mean.
 
         call: name of the collective call to compare on all ranks first; "" for none

@@ -79,9 +79,11 @@ class Engine(OwnLoop, CheckpointCalls):
         self._output: Any = None
         run.positions.note_settings(parts.optimizers, run.schedules.all)
         if parts.plan.low_memory is not None:
-            from echelon.parallel.low_memory.adam import attend
+            from echelon.parallel.low_memory.adam import connect_optimizers
 
-            notices = attend(parts.optimizers, lambda: self._rate_factor(self.steps + 1), lambda: self._memories)
+            notices = connect_optimizers(
+                parts.optimizers, lambda: self._rate_factor(self.steps + 1), lambda: self._memories
+            )
             planned.notices.extend(notices)
         activity.share_part(grid.ranks(*(axis for axis in AXES if axis != "stage")))
         self._open()
@@ -193,7 +195,7 @@ class Engine(OwnLoop, CheckpointCalls):
         Replicas that step alone (localsgd) are averaged. If servers hold the parameters, those are fetched. In all
         other cases replicas are equal already.
         """
-        self._replicas.meet()
+        self._replicas.sync()
 
     def loader(
         self, dataset: Any, *sizes: Any, batch_size: int | None = None, global_batch: int | None = None, **options: Any
@@ -319,7 +321,7 @@ class Engine(OwnLoop, CheckpointCalls):
             with run.checker.explained(), self._clock.apart("timeline"):
                 run.timeline.after(self._view, total)
         run.metrics.step(step, update.loss, update.samples, update.rate, total, update.norm)
-        if run.preemption.due(step, self._replicas.next_meeting):
+        if run.preemption.due(step, self._replicas.next_sync):
             self._leave()
         if run.checkpoints.due(step):
             self.save()
@@ -341,9 +343,9 @@ class Engine(OwnLoop, CheckpointCalls):
         self._output = None
         objective = self._planned.objective
         if requested is not False:
-            from echelon.parallel.step_outputs import asked_outputs
+            from echelon.parallel.step_outputs import requested_outputs
 
-            objective.collect_outputs(asked_outputs(requested))
+            objective.collect_outputs(requested_outputs(requested))
         elif objective.outputs is not None:  # of a step that has failed
             objective.collect_outputs(None)
 

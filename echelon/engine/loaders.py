@@ -35,13 +35,13 @@ class LoaderFactory:
     """Creates loaders for this rank's replica. Ranks that make up one replica get the same batches."""
 
     def __init__(
-        self, run: RunContext, world: World, plan: Plan, grid: MeshGroups, found: SavedPlan | None = None
+        self, run: RunContext, world: World, plan: Plan, grid: MeshGroups, saved_plan: SavedPlan | None = None
     ) -> None:
-        """found: saved plan, with which batch sizes are given per rank instead of per replica; None without one"""
+        """saved_plan: saved plan, with which batch sizes are given per rank instead of per replica; None without one"""
         self._run, self._elastic = run, run.elastic
-        self._world, self._plan, self._grid, self._found = world, plan, grid, found
+        self._world, self._plan, self._grid, self._saved_plan = world, plan, grid, saved_plan
         self._replicas = world.data_size
-        self._ranks_per_replica = world.mesh_size // self._replicas if found is not None else 1
+        self._ranks_per_replica = world.mesh_size // self._replicas if saved_plan is not None else 1
         run.elastic.use_replicas(self._replicas)
         self._said: set[str] = set()
         self._first: Loader | None = None  # the first training loader
@@ -125,8 +125,8 @@ class LoaderFactory:
         self._run.checker.register_dataset(loader.likeness)
         if (line := epoch_leftover(loader, self._plan.gradient_merge)) is not None:
             self._run.say(line)
-        if self._found is not None and self._found.draft.batch != loader.global_batch:
-            made_for = self._found.draft.batch
+        if self._saved_plan is not None and self._saved_plan.draft.batch != loader.global_batch:
+            made_for = self._saved_plan.draft.batch
             self._run.say(f"the plan was made for a global batch of {made_for}; another may be quicker here")
         return loader
 

@@ -56,7 +56,7 @@ class LocalGradients:
         self._parameters = dict(
             _identified([*parts.local_state.model.parameters(), *parts.local_state.parameters.values()])
         )
-        self._looks = EARLY if self._differ and not self._is_sharded else 0
+        self._checks_left = EARLY if self._differ and not self._is_sharded else 0
         self._seen: list[tuple[int, int]] = []
         self._has_warned = False
         _watch(self)
@@ -67,16 +67,16 @@ class LocalGradients:
 
     def added(self) -> None:
         """Record the versions of the gradients after backward, in the first updates."""
-        if self._looks:
+        if self._checks_left:
             self._seen = self._versions()
 
     def about_to_reduce(self) -> None:
         """Log a warning if user code has changed the gradients since backward."""
-        if not self._looks or not self._seen:
+        if not self._checks_left or not self._seen:
             return
-        self._looks -= 1
+        self._checks_left -= 1
         if self._passes.is_local and self._versions() != self._seen:
-            self._looks = 0
+            self._checks_left = 0
             self._say(
                 "gradients: they were changed between engine.backward() and engine.update(), where each rank has its "
                 "own; a factor or a mask is right there, clipping is not: call engine.reduce() before the change"

@@ -87,11 +87,11 @@ class NonfiniteSteps:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        story, limit = self._story(step_loss), self._policy.limit
+        cause, limit = self._cause(step_loss), self._policy.limit
         if self._in_a_row > limit:
-            raise LossError(f"step {step}: {story}; {limit} steps before it were skipped for the same reason; {REMEDY}")
+            raise LossError(f"step {step}: {cause}; {limit} steps before it were skipped for the same reason; {REMEDY}")
         self._parts.scaler.skipped += not self._parts.scaler.active
-        self._say(f"step {step} is skipped: {story} ({self._in_a_row} in a row; the run stops after {limit})")
+        self._say(f"step {step} is skipped: {cause} ({self._in_a_row} in a row; the run stops after {limit})")
         self._buffers.restore()
         return True
 
@@ -99,22 +99,22 @@ class NonfiniteSteps:
         """Return True if the step is not finite and the run went back; raise ``LossError`` if it cannot."""
         if not (self._goes_back and self._parts.gradients.spoiled):
             return False
-        loader, story = self._run.positions.only, self._story(step_loss)
+        loader, cause = self._run.positions.only, self._cause(step_loss)
         if loader is None or loader.latest is None:
-            raise LossError(f"step {step}: {story}; the batch is not from engine.loader() and cannot be left out")
+            raise LossError(f"step {step}: {cause}; the batch is not from engine.loader() and cannot be left out")
         loader.leave_out(loader.latest)
         found = self._restorer.go_back()
         if found is None:
-            raise LossError(f"step {step}: {story}; there is no checkpoint before it to go back to; {REMEDY}")
+            raise LossError(f"step {step}: {cause}; there is no checkpoint before it to go back to; {REMEDY}")
         self._in_a_row = self._in_a_row + 1 if found == self._target else 1
         self._target, limit = found, self._policy.limit
         if self._in_a_row > limit:
-            raise LossError(f"step {step}: {story}; the run went back to step {found} {limit} times already; {REMEDY}")
+            raise LossError(f"step {step}: {cause}; the run went back to step {found} {limit} times already; {REMEDY}")
         self._run.progress.resume_at(found)
-        self._say(f"step {step}: {story}; went back to step {found}, and goes on without that batch")
+        self._say(f"step {step}: {cause}; went back to step {found}, and goes on without that batch")
         return True
 
-    def _story(self, step_loss: StepLoss) -> str:
+    def _cause(self, step_loss: StepLoss) -> str:
         """Return what is not finite and in which batch; all ranks call it together, unless each steps alone."""
         batch = self._planned.loaders.batch_text()
         own = [float(step_loss.local), self._bad_gradient(), batch and batch()]
@@ -123,7 +123,7 @@ class NonfiniteSteps:
         if group is not None and self._parts.local is None:
             everyone = dict(enumerate(gather_json(own, group)))
         merged = self._planned.plan.gradient_merge - 1
-        return story(everyone) + (f", or of the {things(merged, 'batch')} merged before" if merged else "")
+        return cause(everyone) + (f", or of the {things(merged, 'batch')} merged before" if merged else "")
 
     def _bad_gradient(self) -> str | None:
         parameters = self._parts.local_state.parameters.items()
@@ -136,7 +136,7 @@ class NonfiniteSteps:
         self._run.say(line, "warning")
 
 
-def story(everyone: dict[int, Any]) -> str:
+def cause(everyone: dict[int, Any]) -> str:
     """Return what is not finite, on which ranks, in which batches.
 
     everyone: for each rank its loss, the first parameter with a bad gradient, and its batch; None: unknown

@@ -283,7 +283,7 @@ def _change_modules(world: World, checker: ConsistencyChecker, plan: Plan, model
     shared = grid.new_group(*plan.data_axes)
     if plan.sync_batch_norm and shared is not None:
         checker.remarks.extend(_norms_between_stages(plan))
-        synchronize(model, filter(here, plan.sync_batch_norm), shared, checker.attend, checker.remarks.append)
+        synchronize(model, filter(here, plan.sync_batch_norm), shared, checker.check_norm, checker.remarks.append)
     if plan.recompute or plan.recompute_chains:
         together = grid.control("replicate", "split") if plan.is_model_parallel else world.control
         segments, chains = local_segments(plan, grid)

@@ -27,13 +27,13 @@ class PlannedRun:
 
     All ranks create it together: plans are compared, and rank 0's weights are broadcast.
 
-    plan:  plan of the run; that of a pipeline has no stages before its first batch
-    marks: marks of the model
-    found: plan from ``auto`` or a file that ``plan`` was made from; None otherwise
+    plan:       plan of the run; that of a pipeline has no stages before its first batch
+    marks:      marks of the model
+    saved_plan: plan from ``auto`` or a file that ``plan`` was made from; None otherwise
     """
 
-    def __init__(self, run: RunContext, plan: Plan, marks: ModelMarks, found: SavedPlan | None = None) -> None:
-        self.run, self.plan, self.marks, self.found = run, plan, marks, found
+    def __init__(self, run: RunContext, plan: Plan, marks: ModelMarks, saved_plan: SavedPlan | None = None) -> None:
+        self.run, self.plan, self.marks, self.saved_plan = run, plan, marks, saved_plan
         check_precision(plan.amp, run.world.device)
         refuse_combination(run.on_nonfinite, plan, run)
         if run.world.control is not None:
@@ -49,16 +49,16 @@ class PlannedRun:
         #: index of this rank's RNG stream; ranks that share a batch have the same one, so their dropout is equal
         self.stream = self.grid.ranks("split")[0] if shares else run.world.rank
         self.objective = Objective(run.model, run.loss, plan.amp, run.world.device)
-        self.loaders = LoaderFactory(run, self.world, plan, self.grid, found)
+        self.loaders = LoaderFactory(run, self.world, plan, self.grid, saved_plan)
         self.batches = BatchChecks(plan, self.grid, self.world.data_rank, self.loaders.is_fed)
         self.rows = BatchRows(plan, self.grid, served=run.world.mesh_size < run.world.size)
         self.caches = CacheSwitch(run.model, plan)
         self.notices = [*replaced_decay(plan, run.optimizers), *self.caches.notices]  #: lines for the startup log
-        if found is not None and found.predicted is not None:
+        if saved_plan is not None and saved_plan.predicted is not None:
             held = sum(value.nbytes for value in run.model.parameters())
-            predicted = found.predicted
+            predicted = saved_plan.predicted
             here = predicted.memory[self.grid.coords["stage"]]
-            run.metrics.foretell(predicted.seconds, here, held, graphs=plan.fast.graphs)
+            run.metrics.note_prediction(predicted.seconds, here, held, graphs=plan.fast.graphs)
 
     def is_complete(self, batch: Any) -> bool:
         """Return True if the model can be parallelized: a pipeline is partitioned by tracing a batch."""

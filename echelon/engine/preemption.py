@@ -41,7 +41,7 @@ class PreemptionHandler:
     def __init__(self, world: World) -> None:
         self._world = world
         self._pid = os.getpid()
-        self._asked: str | None = None  # the signal that this rank received
+        self._received_signal: str | None = None  # the signal that this rank received
         self._left = False
         self._checking = False  # True after a request: read the store after every step
         self._previous: dict[signal.Signals, Any] = {}
@@ -60,23 +60,23 @@ class PreemptionHandler:
             self._watcher = threading.Thread(target=self._watch, name="echelon-leave", daemon=True)
             self._watcher.start()
 
-    def due(self, step: int, next_meeting: Callable[[], int]) -> bool:
+    def due(self, step: int, next_sync: Callable[[], int]) -> bool:
         """Return True if this rank must save and exit after ``step``, which it has just finished.
 
-        next_meeting: returns the next step that no rank can finish without rank 0
+        next_sync: returns the next step that no rank can finish without rank 0
         """
         if self._requests is None:
-            self._left = self._asked is not None
+            self._left = self._received_signal is not None
         elif self._checking:
-            self._left = self._agreed_on(step, next_meeting, self._requests)
+            self._left = self._agreed_on(step, next_sync, self._requests)
         return self._left
 
-    def _agreed_on(self, step: int, next_meeting: Callable[[], int], requests: _PreemptionRequests) -> bool:
+    def _agreed_on(self, step: int, next_sync: Callable[[], int], requests: _PreemptionRequests) -> bool:
         if self._world.device.type == "cuda":  # the host may run ahead; a step is finished when the device is done
             torch.cuda.synchronize(self._world.device)
         chosen = requests.step()
         if chosen is None and self._world.rank == 0 and requests.all_ready():
-            requests.stop_after(next_meeting())
+            requests.stop_after(next_sync())
         return chosen == step
 
     def leave(self, step: int, saved_in: str | None, say: Callable[[str], None]) -> NoReturn:
@@ -88,7 +88,7 @@ class PreemptionHandler:
     @property
     def _reason(self) -> str:
         """The name of the signal, received by any rank."""
-        return self._asked or (self._requests.reason() if self._requests is not None else "")
+        return self._received_signal or (self._requests.reason() if self._requests is not None else "")
 
     def close(self) -> None:
         """Restore the previous signal handlers. The mark file of a preempted rank stays, for the launcher."""
@@ -120,7 +120,7 @@ class PreemptionHandler:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._asked = signal.Signals(number).name
+        self._received_signal = signal.Signals(number).name
         other = getattr(self._previous.get(signal.Signals(number)), "__self__", None)
         if isinstance(other, PreemptionHandler):  # the handler of another engine in this process
             other._note(number, frame)
@@ -130,8 +130,8 @@ class PreemptionHandler:
         has_notified = False
         try:
             while not self._over.wait(max(INTERVAL, INTERVAL_PER_RANK * self._world.size)):
-                if self._asked is not None and not has_notified:
-                    self._requests.ask(self._asked)
+                if self._received_signal is not None and not has_notified:
+                    self._requests.ask(self._received_signal)
                     has_notified = True
                 if self._requests.is_requested():
                     self._checking = True

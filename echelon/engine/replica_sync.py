@@ -56,17 +56,17 @@ class ReplicaSync:
                 self._buffers.compare()
         yield
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Synchronize the replicas, which continue with the result."""
         self._refresh()
         if self._parts.local is not None:
             with self._run.checker.explained():
-                self._parts.local.meet()
+                self._parts.local.sync()
 
-    def next_meeting(self) -> int:
+    def next_sync(self) -> int:
         """Return the next step that no rank can finish without all other ranks."""
         step = self._run.checker.step
-        return step if self._parts.local is None else self._parts.local.next_meeting(step - 1)
+        return step if self._parts.local is None else self._parts.local.next_sync(step - 1)
 
     def _refresh(self) -> None:
         with self._run.checker.explained():

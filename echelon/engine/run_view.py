@@ -32,7 +32,7 @@ class RunView:
         self._run, self._parts, self._passes = planned.run, parts, passes
         self.world: World = planned.world
         self.model: nn.Module = planned.run.model
-        self.found: SavedPlan | None = planned.found
+        self.saved_plan: SavedPlan | None = planned.saved_plan
         self.plan: Plan = planned.plan if parts is None else parts.plan
         self.place: Mapping[str, int] = planned.grid.coords
 

@@ -86,8 +86,8 @@ class OptimizerUpdate:
         gradients.applied()
         if self._parts.local is None:
             return () if news is None else (news,)
-        met = self._parts.local.after_step(step, loss, rate)
-        return [line for line in (news, met) if line is not None]
+        sync_line = self._parts.local.after_step(step, loss, rate)
+        return [line for line in (news, sync_line) if line is not None]
 
 
 def parameters_of(optimizers: Optimizers) -> list[nn.Parameter]:

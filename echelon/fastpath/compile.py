@@ -38,7 +38,7 @@ class ModuleCompiler:
 
     def __init__(self, say: Say, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         self._say, self._model, self._loss = say, model, loss
-        self.given_up = False
+        self.gave_up = False
         self.in_step = False  #: True while a step runs, for which ``begin`` has been called
         self._recovers = False
         self._made = False  # True if any module has been compiled to a program
@@ -47,13 +47,13 @@ class ModuleCompiler:
 
     def begin(self) -> None:
         """Check class attributes before a step; give up compiling if one has changed that torch does not guard."""
-        if self.given_up or _version() >= NOTICES:
+        if self.gave_up or _version() >= NOTICES:
             return
         if self._unnoticed is None:
             self._unnoticed = PythonGuards(self._model, self._loss, of_classes=True)
         changed = self._unnoticed.changed()
         if changed is not None:
-            self.given_up = True
+            self.gave_up = True
             self._say(
                 f"fast: compile disabled: {changed} has changed, forward or loss may read it, and torch "
                 f"{torch.__version__} "
@@ -95,7 +95,7 @@ class ModuleCompiler:
             if not self.in_step and not again:  # called from a user-written loop
                 self.begin()
             # Evaluation runs uncompiled: its shapes and modes would be compiled again, mostly for a few batches.
-            if self.given_up or not torch.is_grad_enabled() or _is_traced() or (again and not _is_recomputing()):
+            if self.gave_up or not torch.is_grad_enabled() or _is_traced() or (again and not _is_recomputing()):
                 return plain(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)
@@ -120,7 +120,7 @@ class ModuleCompiler:
         return counted
 
     def report_if_nothing_was_made(self) -> None:
-        if not self._made and not self.given_up:
+        if not self._made and not self.gave_up:
             self._say(
                 "fast: compile has no effect: the compiler has found nothing to compile in the model (it skips "
                 "recurrent layers, "
@@ -134,10 +134,10 @@ class ModuleCompiler:
         The compiler may also fail in backward, which it compiles when it first runs.
         """
         cannot = isinstance(error, RuntimeError) and any(words in str(error) for words in CANNOT)
-        return not self.given_up and (cannot or isinstance(error, self._errors))
+        return not self.gave_up and (cannot or isinstance(error, self._errors))
 
     def give_up(self, error: BaseException) -> None:
-        self.given_up = True
+        self.gave_up = True
         error = getattr(error, "inner_exception", error)
         self._say(f"fast: compile disabled: compiling failed ({type(error).__name__}: {first_line(error)})")
 

@@ -222,7 +222,7 @@ def snapshot_attributes(model: nn.Module) -> Look:
     Attributes that forward sets are side effects, which a graph would not replay.
     """
     return {
-        (name, attribute): _look(value)
+        (name, attribute): _guard_key(value)
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
     }
@@ -239,7 +239,7 @@ def find_side_effect(before: Look, after: Look) -> str | None:
     return None
 
 
-def _look(value: Any, depth: int = 0) -> Any:
+def _guard_key(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return "tensor", place_of(value), tuple(value.shape)
     if isinstance(value, PLAIN):
@@ -247,9 +247,9 @@ def _look(value: Any, depth: int = 0) -> Any:
     if depth == _DEEPEST:
         return id(value)
     if isinstance(value, dict):
-        return {key: _look(each, depth + 1) for key, each in dict.items(value)}
+        return {key: _guard_key(each, depth + 1) for key, each in dict.items(value)}
     if isinstance(value, list | tuple | deque):
-        return [_look(each, depth + 1) for each in value]
+        return [_guard_key(each, depth + 1) for each in value]
     return id(value)
 
 

@@ -35,7 +35,7 @@ from echelon.fastpath.pass_timing import EagerTiming, GraphTimingComparison
 from echelon.plan import Plan
 from echelon.strategy.fastpath_choice import WHOLE, FastPathChoice
 
-SETTLING = 6  #: first steps, which compile, allocate and choose kernels
+WARM_UP = 6  #: first steps, which compile, allocate and choose kernels
 REHEARSED = 2
 PATIENCE = 50  #: consecutive steps that do not fit, after which a graph is dropped
 TRIES = 3  #: number of graphs that are tried one after another
@@ -46,7 +46,7 @@ class CudaGraphRunner:
 
     def __init__(self, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, say: Say) -> None:
         self._model, self._loss, self._say, self._merges = model, loss, say, plan.gradient_merge > 1
-        self._phase: Callable[[Any, Run], tuple[Tensor, Backward]] | None = self._settle
+        self._phase: Callable[[Any, Run], tuple[Tensor, Backward]] | None = self._warm_up
         self._steps = self._misses = 0
         self._tries = TRIES
         self._advice = _advice(plan.fast)
@@ -66,9 +66,9 @@ class CudaGraphRunner:
             return plain(batch)
         return plain(batch) if self._phase is None else self._phase(batch, plain)
 
-    def _settle(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
+    def _warm_up(self, batch: Any, plain: Run) -> tuple[Tensor, Backward]:
         self._steps += 1
-        if self._steps == SETTLING:
+        if self._steps == WARM_UP:
             self._phase = self._watch
         return plain(batch)
 
@@ -157,7 +157,7 @@ class CudaGraphRunner:
         self._captured = self._proof = self._contest = None
         self._rehearsal = WarmupStep()
         self._tries -= 1
-        self._phase, self._steps, self._misses = self._settle if self._tries else None, 0, 0
+        self._phase, self._steps, self._misses = self._warm_up if self._tries else None, 0, 0
         self._say(f"fast: CUDA graph disabled: no step has matched the captured one for {PATIENCE} steps")
 
     def _replay(self, captured: CapturedStep, batch: Any, plain: Run) -> tuple[Tensor, Backward]:

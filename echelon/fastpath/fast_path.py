@@ -136,7 +136,7 @@ class FastPath:
         return self._plain(batch)
 
     def _plain(self, batch: Any) -> ForwardPass:
-        if self._compiling is None or self._compiling.given_up:
+        if self._compiling is None or self._compiling.gave_up:
             return self._forward(batch)
         before = self._kept()
         try:

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -18,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from echelon.base.console import say
 from echelon.base.environment import REQUEUE
 from echelon.base.errors import PeerLost
+from echelon.base.poll_interval import PollInterval
 from echelon.launcher.agent_plugin import AgentPlugin
 from echelon.launcher.failure import Failure, first_cause, read_record
 from echelon.launcher.graceful_stop import GracefulStopMarkers, request_graceful_stop
@@ -58,21 +58,6 @@ class HostPreempted(Exception):
         self.number, self.goes_on = number, goes_on
 
 
-@dataclass
-class PollInterval:
-    """Limits how often an action runs in a faster loop: ``due`` returns True at most once per ``seconds``."""
-
-    seconds: float
-    last: float = 0.0
-
-    def due(self) -> bool:
-        now = time.monotonic()
-        if now - self.last < self.seconds:
-            return False
-        self.last = now
-        return True
-
-
 class HostAgent(LocalElasticAgent):
     """Uses torch's agent to start and end processes; this class decides which failure counts, and what follows."""
 
@@ -104,7 +89,7 @@ class HostAgent(LocalElasticAgent):
         self._notice = StopNotice()
         self._left_since: float | None = None
         self._pace = PollInterval(ASK if job.nnodes > 1 else 0.0)
-        self._looks = PollInterval(ASK)
+        self._polls = PollInterval(ASK)
 
     def _invoke_run(self, role: str = "") -> RunResult:
         """Run until every rank of every host is done; raises ``JobFailed`` when a failure is final."""
@@ -126,7 +111,7 @@ class HostAgent(LocalElasticAgent):
             except RoundEnded as end:
                 outcome = end.outcome
             except SignalException as stop:
-                self._tell_others(stop)
+                self._leave_round(stop)
                 raise
             if not outcome.again:
                 raise JobFailed(outcome.failure)
@@ -170,9 +155,9 @@ class HostAgent(LocalElasticAgent):
             return lost or self._launcher_rendezvous.settle(cause)
         if any(code == REQUEUE for _, code in codes):
             return self._left_unasked([code for _, code in codes])
-        if self._looks.due():
+        if self._polls.due():
             for plugin in self._plugins:
-                if (result := plugin.look()) is not None:
+                if (result := plugin.poll()) is not None:
                     return self._launcher_rendezvous.settle(result, "stuck")
         return None
 
@@ -202,7 +187,7 @@ class HostAgent(LocalElasticAgent):
             raise SignalException(f"stopped by {number.name}", number)
         raise HostPreempted(number, goes_on=outcome.again)
 
-    def _tell_others(self, stop: SignalException) -> None:
+    def _leave_round(self, stop: SignalException) -> None:
         """Leave the round before its ranks are ended: the others would take their loss for a failure."""
         if self._launcher_rendezvous.hosts:
             with contextlib.suppress(PeerLost):

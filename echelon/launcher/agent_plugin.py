@@ -50,7 +50,7 @@ class AgentPlugin(Protocol):
         """Start a round, after the ranks of this host have started; ``pids`` has process ids by rank."""
         ...
 
-    def look(self) -> Failure | None:
+    def poll(self) -> Failure | None:
         """Check the ranks; called about twice a second while they run. A failure ends the round like a rank's own."""
         ...
 

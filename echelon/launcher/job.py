@@ -14,7 +14,7 @@ from echelon.base.option_checks import at_least
 from echelon.base.recorded_steps import check_steps
 from echelon.distributed import rank_main
 from echelon.launcher.log_directory import make_log_dir
-from echelon.launcher.rendezvous.host_options import check_node_rank, host_counts, meeting_points
+from echelon.launcher.rendezvous.host_options import check_node_rank, host_counts, master_endpoints
 from echelon.launcher.role_assignment import MAX_RESTARTS, ParameterServerRoles, check_roles
 from echelon.launcher.run_options import RunOptions
 
@@ -96,7 +96,7 @@ def check(options: RunOptions) -> Job:
     check_node_rank(options.node_rank, hosts)
     _check_nic(options.nic)
     check_program(options.script, options.module)
-    masters = meeting_points(options.master, hosts)
+    masters = master_endpoints(options.master, hosts)
     steps = None if options.timeline is None else check_steps(options.timeline, "--timeline")
     visible = _choose_gpus(options.gpus) if options.gpus is not None else None  # imports torch, after all other checks
     if options.plan is not None:

@@ -40,7 +40,7 @@ def own_log_dir(options: RunOptions) -> Path:
         raise UsageError(f"'{RUNS}' cannot be used for logs: {error.strerror}; give --log-dir") from None
 
 
-def log_dir_words(options: RunOptions) -> list[str]:
+def log_dir_argv(options: RunOptions) -> list[str]:
     """Return the option for launchers of other hosts, which are to write to one directory; none if it is given."""
     return [] if options.log_dir is not None else ["--log-dir", str(own_log_dir(options))]
 

@@ -29,7 +29,7 @@ class ManagedProcess:
     restarts: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     #: why the launcher killed it, '' if it did not
-    _given_up: str = field(default="", repr=False)
+    _gave_up: str = field(default="", repr=False)
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class ManagedProcess:
 
     def start(self) -> None:
         self.record.unlink(missing_ok=True)
-        self._given_up = ""
+        self._gave_up = ""
         self._process = subprocess.Popen(
             self.command,
             env=os.environ | self.env | {RESTARTS: str(self.restarts), "TORCHELASTIC_ERROR_FILE": str(self.record)},
@@ -62,7 +62,7 @@ class ManagedProcess:
     def give_up(self, why: str) -> None:
         """Kill it with SIGKILL, because a stopped process handles no other signal."""
         assert self._process is not None
-        self._given_up = why
+        self._gave_up = why
         self._process.kill()
 
     def failure(self) -> Failure:
@@ -80,13 +80,13 @@ class ManagedProcess:
         )
 
     def _last_words(self) -> dict[str, Any]:
-        if self._given_up:
-            return {"kind": STANDSTILL, "message": self._given_up, "time": time.time()}
+        if self._gave_up:
+            return {"kind": STANDSTILL, "message": self._gave_up, "time": time.time()}
         return read_record(self.record)
 
 
-def await_end(members: Sequence[ManagedProcess], seconds: float, look: float) -> None:
+def await_end(members: Sequence[ManagedProcess], seconds: float, interval: float) -> None:
     """Wait until all started processes have ended, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while any(member.session and member.exit_code is None for member in members) and time.monotonic() < deadline:
-        time.sleep(look)
+        time.sleep(interval)

@@ -49,7 +49,7 @@ class MemoryCheckpointPlugin:
     def begin(self, at: Round, pids: Mapping[int, int]) -> None:
         pass
 
-    def look(self) -> Failure | None:
+    def poll(self) -> Failure | None:
         return None
 
     def end(self) -> None:

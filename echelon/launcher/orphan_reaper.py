@@ -56,7 +56,7 @@ class OrphanReaper:
         )
 
     def watch(self, sessions: Iterable[int]) -> None:
-        self._tell(" ".join(str(session) for session in sessions))
+        self._send(" ".join(str(session) for session in sessions))
 
     def __enter__(self) -> OrphanReaper:
         return self
@@ -64,10 +64,10 @@ class OrphanReaper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tell(FAREWELL)
+        self._send(FAREWELL)
         self._process.wait()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the job continues without its reaper
             self._process.stdin.write(line + "\n")

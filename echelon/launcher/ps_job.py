@@ -65,13 +65,13 @@ def create_ps_job(
         [member("server", "server", n, servers, serve, server_environment(roles, n, session)) for n in roles.servers],
         [member("worker", "rank", n, roles.trainers, job.command, env | marks.environment) for n, env in workers],
         reaper=reaper,
-        meet=WorkersStore(job).open,
+        open_store=WorkersStore(job).open,
         bound=Path(os.environ[BOUND_MARK]),
         max_restarts=job.max_restarts,
         one_host=roles.one_host,
         marks=marks,
         grace=job.options.grace,
-        standstill=StoppedProcesses(job.options.stall if job.options.on_stall == "end" else 0.0),
+        stopped_processes=StoppedProcesses(job.options.stall if job.options.on_stall == "end" else 0.0),
         waits=waits,
     )
 
@@ -85,15 +85,15 @@ class StoppedProcesses:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._since: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
 
     def overdue(self, pids: Iterable[int]) -> list[int]:
         """Return the processes that were stopped at every check for longer than the limit."""
         if self.limit <= 0:
             return []
         now = time.monotonic()
-        known = self._since if now - self._looked < BLIND else {}
-        self._looked = now
+        known = self._since if now - self._polled_at < BLIND else {}
+        self._polled_at = now
         self._since = {pid: known.get(pid, now) for pid in pids if process_state(pid) in STOPPED}
         return [pid for pid, since in self._since.items() if now - since > self.limit]
 
@@ -101,11 +101,11 @@ class StoppedProcesses:
 class ParameterServerJob:
     """The servers and workers of this host.
 
-    meet:          returns the endpoint for torch.distributed as variables, new for every attempt
-    bound:         file that exists once the workers have joined torch.distributed
-    marks, grace:  markers of workers that can save and exit on request, and seconds that they get for it
-    standstill:    detects processes that are stopped for too long
-    waits:         prints the lines of processes that wait for others at startup
+    open_store:        returns the endpoint for torch.distributed as variables, new for every attempt
+    bound:             file that exists once the workers have joined torch.distributed
+    marks, grace:      markers of workers that can save and exit on request, and seconds that they get for it
+    stopped_processes: detects processes that are stopped for too long
+    waits:             prints the lines of processes that wait for others at startup
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class ParameterServerJob:
         workers: list[ManagedProcess],
         *,
         reaper: OrphanReaper,
-        meet: Callable[[], dict[str, str]],
+        open_store: Callable[[], dict[str, str]],
         bound: Path,
         max_restarts: int,
         one_host: bool,
         marks: GracefulStopMarkers,
         grace: float,
-        standstill: StoppedProcesses,
+        stopped_processes: StoppedProcesses,
         waits: StartupWaitPlugin,
     ) -> None:
         self._servers, self._workers = servers, workers
-        self._reaper, self._meet, self._bound = reaper, meet, bound
+        self._reaper, self._open_store, self._bound = reaper, open_store, bound
         self._max_restarts, self._one_host = max_restarts, one_host
-        self._marks, self._grace, self._standstill, self._waits = marks, grace, standstill, waits
+        self._marks, self._grace, self._stopped_processes, self._waits = marks, grace, stopped_processes, waits
         self._notice = StopNotice()
         self._attempt = 0
 
@@ -151,7 +151,7 @@ class ParameterServerJob:
             if self._notice.given is not None:
                 self._leave(self._notice.given)
             self._give_up_stopped()
-            self._waits.look()
+            self._waits.poll()
             self._mend()
 
     @property
@@ -188,8 +188,8 @@ class ParameterServerJob:
 
     def _give_up_stopped(self) -> None:
         running = {member.session: member for member in self._all if member.exit_code is None}
-        for pid in self._standstill.overdue(running):
-            running[pid].give_up(f"for {self._standstill.limit:g} s (stopped by SIGSTOP)")
+        for pid in self._stopped_processes.overdue(running):
+            running[pid].give_up(f"for {self._stopped_processes.limit:g} s (stopped by SIGSTOP)")
 
     def _mend(self) -> None:
         """Restart failed processes; end the job if that is pointless or not allowed any more."""
@@ -232,14 +232,14 @@ class ParameterServerJob:
 
     def _restart(self, member: ManagedProcess, failure: Failure) -> None:
         member.restarts += 1
-        _tell(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
+        _print(f"restarting {member.name} (restart {member.restarts} of {self._max_restarts}) because it {failure.how}")
         end_sessions([member.session])  # kills its children
         self._start([member])
 
     def _restart_workers(self, failure: Failure) -> None:
         self._attempt += 1
         which = f"restart {self._attempt} of {self._max_restarts}"
-        _tell(f"restarting all workers ({which}) because {failure.who} {failure.how}")
+        _print(f"restarting all workers ({which}) because {failure.who} {failure.how}")
         self._end(self._workers)
         self._bound.unlink(missing_ok=True)
         for worker in self._workers:
@@ -249,9 +249,9 @@ class ParameterServerJob:
         self._start([server for server in self._servers if server.exit_code == 0] + self._workers)
 
     def _notify_workers(self) -> None:
-        meeting = self._meet()
+        store_variables = self._open_store()
         for worker in self._workers:
-            worker.env |= {**meeting, RESTART_COUNT: str(self._attempt)}
+            worker.env |= {**store_variables, RESTART_COUNT: str(self._attempt)}
 
     def _start(self, members: Iterable[ManagedProcess]) -> None:
         with signals_held():
@@ -274,7 +274,7 @@ class ParameterServerJob:
             end_sessions(member.session for member in members if member.session)
 
 
-def _tell(restart: str) -> None:
+def _print(restart: str) -> None:
     say(restart)
     note_beside("restart", restart)
 

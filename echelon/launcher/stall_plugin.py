@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from echelon.base.environment import STALL, STALL_JUDGE
 from echelon.base.errors import EchelonError
+from echelon.base.poll_interval import PollInterval
 from echelon.launcher.agent_plugin import Round
 from echelon.launcher.failure import STALLED, Failure
 from echelon.observability.stall.detector import StallDetector, StallReport, log_stall_reports, period
@@ -40,7 +41,7 @@ class StallPlugin:
         self._detector: StallDetector | None = None
         self._states: dict[int, str] = {}
         self._shown = 0
-        self._looked = 0.0
+        self._interval = PollInterval(period(limit))
 
     @property
     def announcement(self) -> Mapping[str, str]:
@@ -56,14 +57,12 @@ class StallPlugin:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
             self._detector = StallDetector(PrefixStore(PREFIX, store), at.world_size, self._limit, ends=self._ends)
 
-    def look(self) -> Failure | None:
-        now = time.monotonic()
-        if self._at is None or self._limit <= 0 or now - self._looked < period(self._limit):
+    def poll(self) -> Failure | None:
+        if self._at is None or self._limit <= 0 or not self._interval.due():
             return None
-        self._looked = now
         try:
             self._publish_states(self._at)
-            failure = self._check(self._at, self._detector, now) if self._detector is not None else None
+            failure = self._check(self._at, self._detector, time.monotonic()) if self._detector is not None else None
             self._show(self._at)
         except RuntimeError:  # the agent notices a store that does not answer any more
             return None

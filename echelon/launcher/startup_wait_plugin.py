@@ -37,16 +37,16 @@ class StartupWaitPlugin:
 
     def begin(self, at: Round, pids: Mapping[int, int]) -> None: ...
 
-    def look(self) -> Failure | None:
+    def poll(self) -> Failure | None:
         """Print the new lines."""
         for path in sorted(self._directory.glob("*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 record = json.loads(path.read_text())
                 path.unlink()
-                self._tell(str(record["line"]), str(record["awaited"]))
+                self._print(str(record["line"]), str(record["awaited"]))
         return None
 
-    def _tell(self, line: str, awaited: str) -> None:
+    def _print(self, line: str, awaited: str) -> None:
         last, now = self._announced.get(awaited), time.monotonic()
         self._announced[awaited] = now
         if last is None or now - last > AGAIN:

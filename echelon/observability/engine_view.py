@@ -21,7 +21,7 @@ class EngineView(Protocol):
     world: World
     model: nn.Module
     plan: Plan
-    found: SavedPlan | None
+    saved_plan: SavedPlan | None
 
     @property
     def steps(self) -> int: ...

@@ -79,7 +79,7 @@ def _report(counters, sums, tensor, tensors, chunks, first, own_chunks, weight, 
 
 
 @triton.jit
-def _settle(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, coeff, decay, eps):
+def _sum_in_order(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, coeff, decay, eps):
     """Compute and publish the trust ratio of a parameter; the squares of its chunks are added in a fixed order."""
     weight = tl.zeros([256], tl.float32)
     update = tl.zeros([256], tl.float32)
@@ -158,7 +158,9 @@ def lars(
             first = _field(table, FIRST_CHUNK, tensor, tensors).to(tl.int32)
             own_chunks = _field(table, CHUNKS, tensor, tensors).to(tl.int32)
             if _report(counters, sums, tensor, tensors, chunks, first, own_chunks, weight, update, at):
-                _settle(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, coeff, weight_decay, eps)
+                _sum_in_order(
+                    counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, coeff, weight_decay, eps
+                )
         else:
             v = _chunk_of(table, FIRST_STATE, tensor, tensors, start)
             decay = tl.where(adaptive != 0, weight_decay, 0.0)
@@ -248,7 +250,7 @@ def lamb(
             first = _field(table, FIRST_CHUNK, tensor, tensors).to(tl.int32)
             own_chunks = _field(table, CHUNKS, tensor, tensors).to(tl.int32)
             if _report(counters, sums, tensor, tensors, chunks, first, own_chunks, weight, update, at):
-                _settle(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, 1.0, 0.0, 0.0)
+                _sum_in_order(counters, sums, tensor, tensors, chunks, first, own_chunks, adaptive, 1.0, 0.0, 0.0)
         else:
             rate = lr * _ratio(counters, sums, tensor, tensors, chunks)
             if left >= CHUNK:

@@ -54,7 +54,7 @@ def first_rows(output: Any, rows: int) -> Any:
     return replace_tensors(output, lambda tensor: tensor[:rows] if tensor.dim() else tensor)
 
 
-def asked_outputs(outputs: Any) -> StepOutputs:
+def requested_outputs(outputs: Any) -> StepOutputs:
     """Return a collector for ``outputs=True``; raise UsageError for another value, such as a batch entry."""
     if outputs is not True:
         raise UsageError(

@@ -268,11 +268,11 @@ def _grouped(names: Iterable[str], home: Callable[[str], Home]) -> dict[Home, li
 
 def _owned_names(key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
     values = [value for group in optimizer.param_groups for value in group["params"]]
-    strangers = [tuple(value.shape) for value in values if id(value) not in names]
-    if strangers:
+    outside = [tuple(value.shape) for value in values if id(value) not in names]
+    if outside:
         raise UsageError(
-            f"optimizer '{key}' holds {len(strangers)} parameters that are not in the model (the first has shape "
-            f"{strangers[0]}); build it from the parameters of the model given to distribute()"
+            f"optimizer '{key}' holds {len(outside)} parameters that are not in the model (the first has shape "
+            f"{outside[0]}); build it from the parameters of the model given to distribute()"
         )
     return [names[id(value)] for value in values]
 

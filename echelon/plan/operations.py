@@ -34,7 +34,7 @@ class OperationObserver(Protocol):
     def used(self, unit: str, operands: Tensors, written: Tensors) -> None:
         """Record that ``unit`` has read ``operands`` and changed ``written`` in place."""
 
-    def looked(self, what: str, tensors: Tensors) -> None:
+    def values_read(self, what: str, tensors: Tensors) -> None:
         """Record that the values, and not only the shapes, of ``tensors`` control what happens next.
 
         what: name of the operation that reads the values
@@ -74,7 +74,7 @@ class InterUnitMode(OperationMode):  # type: ignore[no-untyped-call]
             operands = []  # the result does not depend on the draw
         if _looks_at_values(func):
             args, looked_at = _with_positions(func, args, operands)
-            self._observer.looked(_as_written(func), looked_at)
+            self._observer.values_read(_as_written(func), looked_at)
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         self._uniform.difference_update(storage_of(tensor) for tensor in written)
@@ -105,7 +105,7 @@ class ValueReadMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
-            self._observer.looked(func.__name__, tensors_in(args))
+            self._observer.values_read(func.__name__, tensors_in(args))
         return func(*args, **(kwargs or {}))
 
 

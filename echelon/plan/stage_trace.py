@@ -187,7 +187,7 @@ class _StageTracer:
             if key := self._born.get(storage_of(tensor)):
                 self._writers[key].add(stage)
 
-    def looked(self, what: str, tensors: Tensors) -> None:
+    def values_read(self, what: str, tensors: Tensors) -> None:
         if self._inside:
             self.used(self._inside, tensors, [])
             return

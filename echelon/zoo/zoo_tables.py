@@ -25,7 +25,7 @@ def list_zoo(as_json: bool) -> str:
     if as_json:
         return json.dumps(
             {
-                "models": {entry.name: _model_facts(entry) for entry in models},
+                "models": {entry.name: _model_row(entry) for entry in models},
                 "datasets": {entry.name: {"about": entry.about, "tasks": entry.tasks} for entry in datasets},
             },
             indent=2,
@@ -67,7 +67,7 @@ def show_zoo_entry(name: str, as_json: bool) -> str:
     made = sample(name, batch=1, device="meta" if not _has_tables(entry) else None)
     result = statistics(made.model, made.batch, make_optimizer(made.model, made.resolved.request))
     if as_json:
-        return json.dumps({"name": entry.name, **_model_facts(entry), **_figures(result)}, indent=2)
+        return json.dumps({"name": entry.name, **_model_row(entry), **_figures(result)}, indent=2)
     return "\n".join([*_headline(entry, result), *_advice(entry), *_settings("its own parameters", entry.settings)])
 
 
@@ -173,7 +173,7 @@ def _fits(model: Model, dataset: Dataset) -> bool:
     return any(task in dataset.tasks for tasks in model.tasks.values() for task in tasks)
 
 
-def _model_facts(entry: Model) -> dict[str, Any]:
+def _model_row(entry: Model) -> dict[str, Any]:
     return {
         "runner": entry.runner,
         "about": entry.about,

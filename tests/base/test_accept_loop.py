@@ -27,7 +27,7 @@ def test_strangers_push_out_strangers_only() -> None:
     with contextlib.ExitStack() as sockets:
         known = sockets.enter_context(socket.create_connection(address))
         known.sendall(b"a")  # it waits in the backlog, so it may be served before the loop's constructor has returned
-        loop = AcceptLoop(listener, echo, "test", strangers=1)
+        loop = AcceptLoop(listener, echo, "test", unproven=1)
         assert known.recv(1) == b"a"
         first, second = (sockets.enter_context(socket.create_connection(address)) for _ in range(2))
         assert is_cut(first)

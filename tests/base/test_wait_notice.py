@@ -30,7 +30,7 @@ def test_wait_notice_after_five_seconds_repeats_only_if_changed(monkeypatch: pyt
     notice = WaitNotice("rank 0", 300, "start it", say=lambda line, awaited: said.append(line))
     for second, awaited in ((4.9, "rank 1"), (5, "rank 1"), (8, "rank 2"), (11, "rank 1"), (12, "rank 2"), (90, "")):
         now[0] = 100.0 + second
-        notice.look(awaited)
+        notice.poll(awaited)
     assert said == [
         "join: rank 0 has waited 5 s for rank 1; it gives up after 300 s; start it",
         "join: rank 0 has waited 12 s for rank 2; it gives up after 300 s; start it",

@@ -32,7 +32,7 @@ from echelon.plan import Plan, make_plan
 from echelon.strategy import Amp, Shard
 from echelon.strategy.fastpath_choice import FastPathChoice
 from echelon.zoo.train.resolve import resolve
-from echelon.zoo.train.strategies import asked_strategy
+from echelon.zoo.train.strategies import requested_strategy
 from echelon.zoo.train.train_arguments import sort_words
 
 GPU = DeviceCapabilities(cuda=True, bf16=True, triton=True)
@@ -822,7 +822,7 @@ def test_changed_class_attribute_respected_by_every_torch(monkeypatch: pytest.Mo
 
 def test_echelon_train_asks_for_the_same() -> None:
     def asked(*words: str) -> Strategy:
-        return asked_strategy(resolve(sort_words(["--model_name=lenet", *words], {})))
+        return requested_strategy(resolve(sort_words(["--model_name=lenet", *words], {})))
 
     assert (asked().fast, asked().amp) == (None, None)
     assert asked("--compile").fast == Fast(compile=True)

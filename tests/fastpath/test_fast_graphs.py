@@ -27,7 +27,7 @@ from echelon.fastpath.cuda_graph_capture import (
     has_gradient_hooks,
     snapshot_attributes,
 )
-from echelon.fastpath.cuda_graphs import PATIENCE, SETTLING, TRIES, CudaGraphRunner
+from echelon.fastpath.cuda_graphs import PATIENCE, TRIES, WARM_UP, CudaGraphRunner
 from echelon.fastpath.graph_validation import GraphValidation, PassSnapshot, apart
 from echelon.fastpath.guards import StepSignature
 from echelon.fastpath.inspect import with_fast_path
@@ -370,7 +370,7 @@ def weighted(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean() * weights.of_object * Weights.of_class
 
 
-STEPS = SETTLING + WATCHED + GROUP * GROUPS + 14
+STEPS = WARM_UP + WATCHED + GROUP * GROUPS + 14
 Change = Callable[[int, nn.Module, pytest.MonkeyPatch], Any]
 
 

@@ -160,7 +160,7 @@ def test_no_byte_of_a_stranger_goes_through_while_others_work(guarded, request):
 
 def test_gate_many_strangers_are_bounded_and_do_not_block_ours(monkeypatch):
     """They have all the patience in the world, and the gate its usual ten seconds."""
-    monkeypatch.setattr(auth_proxy, "STRANGERS", 8)
+    monkeypatch.setattr(auth_proxy, "UNPROVEN", 8)
     store, port = served()
     crowd = [call(port) for _ in range(50)]
     ours = reached(port)

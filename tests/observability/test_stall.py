@@ -218,7 +218,7 @@ def test_slow_rank_is_named_after_3_windows_and_every_10_minutes() -> None:
             )
             for rank in range(3)
         }  # fmt: skip
-        said += [(window, line) for line in stragglers.look(ranks, 6.0 * window)]
+        said += [(window, line) for line in stragglers.compare(ranks, 6.0 * window)]
     line = "rank 2 (host a) is slow: its own part of a step takes 1.7 times the median (data 1.0, forward 2.0)"
     assert said == [(3, line), (103, line)]
 
@@ -228,7 +228,7 @@ def test_stages_are_not_compared_with_one_another() -> None:
     for window in range(9):
         steps = 20 * window
         ranks = {r: status(r, steps=steps, alike=str(r), busy={"forward": steps * (1 + r)}) for r in range(2)}
-        assert not stragglers.look(ranks, 6.0 * window)
+        assert not stragglers.compare(ranks, 6.0 * window)
 
 
 def test_a_stalled_rank_in_one_line() -> None:

@@ -70,7 +70,7 @@ def train(
     if fed != "hand":
         batches = engine.loader(data, batch_size=TOTAL // ranks, shuffle=False)
     losses = [float(engine.step(*batch)) for batch in itertools.islice(batches, stop)]
-    foretold = engine._planned.found.predicted if engine._planned.found else None
+    foretold = engine._planned.saved_plan.predicted if engine._planned.saved_plan else None
     memory = foretold.memory[0] if foretold else None
     shown = {"losses": losses, "weights": engine.whole_state(), "plan": engine.plan, "memory": memory, **before}
     engine.close()

@@ -75,7 +75,7 @@ MUTANTS = {
     ),
     # what lives have found
     "ranks ended before the others know": Mutant(
-        agent.HostAgent, "_tell_others", "if self._launcher_rendezvous.hosts:", "if False:", ("signal a launcher",)
+        agent.HostAgent, "_leave_round", "if self._launcher_rendezvous.hosts:", "if False:", ("signal a launcher",)
     ),
     "lone launcher waits at its own store": Mutant(
         open_rendezvous.MasterEndpoints, "has_moved", "if at != self._at and", "if False and", ("cut a link",)

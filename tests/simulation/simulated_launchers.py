@@ -297,7 +297,7 @@ class SimulatedStallPlugin:
     def begin(self, at: Round, pids: Mapping[int, int]) -> None:
         self._round, self._seen, self._since = at, None, active().now
 
-    def look(self) -> Failure | None:
+    def poll(self) -> Failure | None:
         at: Any = self._round
         if at is None or at.node_rank != 0:
             return None

@@ -14,18 +14,18 @@ from echelon.base import network
 from echelon.base.network import NetworkRoute, Nic, route_to
 from echelon.tools.doctor import disk
 from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.facts import (
+from echelon.tools.doctor.findings import find_nic_problems, findings
+from echelon.tools.doctor.host_details import (
     CheckFailed,
     capacity,
     driver_version,
-    facts_of,
     masked,
     os_name,
     ranges,
     run_bounded,
+    run_check,
     variables,
 )
-from echelon.tools.doctor.findings import find_nic_problems, findings
 from echelon.tools.doctor.nics import (
     GLOO,
     NCCL,
@@ -472,11 +472,11 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     disk.remove_mark(tmp_path, "mark")
     assert not disk.sees_mark(tmp_path, "mark", 0.05)
     assert list(tmp_path.iterdir()) == []
-    assert "failed" in facts_of(lambda: disk.room(tmp_path / "mark" / "\0"), 5.0)
+    assert "failed" in run_check(lambda: disk.room(tmp_path / "mark" / "\0"), 5.0)
 
 
 def test_a_check_that_hangs_or_breaks_is_left_behind() -> None:
     assert run_bounded(lambda: 3, 5.0) == 3
     with pytest.raises(CheckFailed, match=r"did not end within 0\.05 s"):
         run_bounded(lambda: time.sleep(2.0), 0.05)
-    assert facts_of(lambda: {}[1], 5.0) == {"failed": "KeyError: 1"}
+    assert run_check(lambda: {}[1], 5.0) == {"failed": "KeyError: 1"}

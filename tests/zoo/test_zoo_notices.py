@@ -20,7 +20,7 @@ from echelon.zoo.train.rank_checks import check_ranks
 from echelon.zoo.train.resolve import TrainConfig, resolve
 from echelon.zoo.train.restore.model_dir import named_file
 from echelon.zoo.train.run import resolved_lines
-from echelon.zoo.train.strategies import asked_strategy, make_strategy
+from echelon.zoo.train.strategies import make_strategy, requested_strategy
 from echelon.zoo.train.train_arguments import sort_words
 from echelon.zoo.train.unused_parameters import overruled_decay, unused_loss_scale, unused_shuffle_buffer
 from echelon.zoo.zoo_tables import list_zoo
@@ -37,13 +37,13 @@ def resolved(*words: str) -> TrainConfig:
 
 def test_loss_scale_is_used_by_fp16_and_said_elsewhere() -> None:
     for scale, expected in (("128", 128.0), ("dynamic", "dynamic")):
-        amp = asked_strategy(resolved("--amp", "fp16", "--loss_scale", scale)).amp
+        amp = requested_strategy(resolved("--amp", "fp16", "--loss_scale", scale)).amp
         assert (amp.dtype, amp.loss_scale) == ("fp16", expected)  # type: ignore[union-attr]
         asked = resolved("--amp", "fp16", "--loss_scale", scale)
-        assert not list(unused_loss_scale(asked, asked_strategy(asked)))
-    dotted = asked_strategy(resolved("--amp.dtype", "fp16", "--amp.growth", "4", "--loss_scale", "8")).amp
+        assert not list(unused_loss_scale(asked, requested_strategy(asked)))
+    dotted = requested_strategy(resolved("--amp.dtype", "fp16", "--amp.growth", "4", "--loss_scale", "8")).amp
     assert (dotted.loss_scale, dotted.growth) == (8.0, 4.0)  # type: ignore[union-attr]
-    left_alone = asked_strategy(resolved("--amp", "fp16")).amp
+    left_alone = requested_strategy(resolved("--amp", "fp16")).amp
     assert left_alone.loss_scale is None  # type: ignore[union-attr]
     _, said = make_strategy(resolved("--amp", "bf16", "--loss_scale", "128"), CPU)
     assert said == ["loss_scale: bf16 needs none, so 128 is not used; --amp fp16 uses it"]
@@ -53,7 +53,7 @@ def test_loss_scale_is_used_by_fp16_and_said_elsewhere() -> None:
     for words in ((), ("--loss_scale", "1.0")):  # a scale of 1 is none
         assert not any("loss_scale" in line for line in make_strategy(resolved(*words), CPU)[1])
     with pytest.raises(UsageError, match=r"--loss_scale and --amp\.loss_scale set the same value"):
-        asked_strategy(resolved("--amp.dtype", "fp16", "--amp.loss_scale", "2", "--loss_scale", "4"))
+        requested_strategy(resolved("--amp.dtype", "fp16", "--amp.loss_scale", "2", "--loss_scale", "4"))
 
 
 def test_shuffle_buffer_and_decay_type_say_who_wins() -> None:

@@ -30,7 +30,7 @@ from echelon.zoo.tasks import TASKS, pretraining, span, tokens
 from echelon.zoo.train.optimizers import make_optimizer, make_schedule, stretch
 from echelon.zoo.train.parameter_table import markdown
 from echelon.zoo.train.resolve import resolve
-from echelon.zoo.train.strategies import asked_strategy, make_strategy
+from echelon.zoo.train.strategies import make_strategy, requested_strategy
 from echelon.zoo.train.train_arguments import sort_words
 from echelon.zoo.zoo_tables import list_zoo, show_zoo_entry
 
@@ -309,9 +309,9 @@ def test_the_strategy_has_what_other_parameters_ask_of_it() -> None:
     assert advised.clip is None
     assert "max_gradient_norm 1.0 is ignored" in notices[0]
     with pytest.raises(UsageError, match="clip and auto do not combine"):
-        asked_strategy(resolved_with("--model_name", "bert_tiny", "--auto", "--max_gradient_norm", "2"))
+        requested_strategy(resolved_with("--model_name", "bert_tiny", "--auto", "--max_gradient_norm", "2"))
     with pytest.raises(UsageError, match="set the same value"):
-        asked_strategy(resolved_with("--model_name", "toy", "--max_gradient_norm", "2", "--clip", "1"))
+        requested_strategy(resolved_with("--model_name", "toy", "--max_gradient_norm", "2", "--clip", "1"))
 
 
 def test_losses_are_means_over_samples_however_the_batch_is_cut() -> None:

@@ -87,7 +87,7 @@ class SnapshotServer:
         ops: dict[Any, Callable[[socket.socket, dict[str, Any]], Reply | None]] = {
             "open": self._open,
             "keep": self._keep,
-            "settle": self._settle,
+            "settle": self._free_older,
             "list": self._list,
             "describe": self._describe,
             "read": self._read,
@@ -137,7 +137,7 @@ class SnapshotServer:
         buffer.seal(slot, seq, step, facts.encode())
         return {"seq": seq}
 
-    def _settle(self, _: socket.socket, message: dict[str, Any]) -> Reply:
+    def _free_older(self, _: socket.socket, message: dict[str, Any]) -> Reply:
         """Free older buffers: all ranks of this buffer's round have a complete snapshot in theirs."""
         of = self._snapshot_of(message)
         with self._lock:

@@ -14,10 +14,10 @@ from echelon.base.errors import UsageError
 MODULE = "echelon.tools.doctor.examine"
 
 
-def run_doctor(words: Sequence[str], checkpoint: str | None, json: str | None, quick: bool) -> int:
+def run_doctor(argv: Sequence[str], checkpoint: str | None, json: str | None, quick: bool) -> int:
     """Run the checks and return an exit code: 0 if all checks pass, 1 if one fails.
 
-    words: options of ``echelon run``
+    argv: options of ``echelon run``
     """
     examine = ["--quick"] if quick else []
     if checkpoint is not None:
@@ -29,7 +29,7 @@ def run_doctor(words: Sequence[str], checkpoint: str | None, json: str | None, q
     result = Path(logs, "result")
     result.touch()  # the file tells ranks that the command waits on their host
     os.environ[DOCTOR_RESULT] = str(result)
-    launching = [*words] if _has_log_dir(words) else [*words, "--log-dir", logs]
+    launching = [*argv] if _has_log_dir(argv) else [*argv, "--log-dir", logs]
     failed = False
     try:
         code = _run([*launching, "-m", MODULE, *examine])
@@ -40,14 +40,14 @@ def run_doctor(words: Sequence[str], checkpoint: str | None, json: str | None, q
             shutil.rmtree(logs, ignore_errors=True)
 
 
-def _run(words: list[str]) -> int:
+def _run(argv: list[str]) -> int:
     from echelon.cli.app import run_command
 
-    return int(run_command().main(args=words, prog_name="echelon doctor", standalone_mode=False) or 0)
+    return int(run_command().main(args=argv, prog_name="echelon doctor", standalone_mode=False) or 0)
 
 
-def _has_log_dir(words: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] == "--log-dir" for word in words)
+def _has_log_dir(argv: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--log-dir" for word in argv)
 
 
 def _check_place(path: Path) -> None:

@@ -22,12 +22,12 @@ from echelon.zoo.train.train_arguments import STRATEGY_OPTIONS, sort_words
 MODULE = "echelon.zoo.train.run"
 
 
-def run_train(words: Sequence[str]) -> int:
+def run_train(argv: Sequence[str]) -> int:
     """Launch the training job and return its exit code."""
-    if not words or "--help" in words or "-h" in words:
+    if not argv or "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
-    sorted_words = sort_words(words, launcher_options())
+    sorted_words = sort_words(argv, launcher_options())
     if str(procs := sorted_words.launch.get("procs", 1)).lstrip("-").isdigit():
         at_least(1, "--procs", int(procs))
     if isinstance(data := sorted_words.run.get("dataset_name"), str):
@@ -36,9 +36,9 @@ def run_train(words: Sequence[str]) -> int:
     _check_names(resolved)
     from echelon.zoo.train.output_dir import forget, output_directory  # imports torch: only after names are checked
     from echelon.zoo.train.rank_checks import check_ranks
-    from echelon.zoo.train.strategies import asked_strategy
+    from echelon.zoo.train.strategies import requested_strategy
 
-    asked_strategy(resolved)  # conflicting options raise here, once, and not on each rank
+    requested_strategy(resolved)  # conflicting options raise here, once, and not on each rank
     if resolved["fresh"] and sorted_words.run.pop("fresh", None) is None:  # set in the file, which the ranks read too
         sorted_words.run["fresh"] = "false"
 

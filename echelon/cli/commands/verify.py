@@ -39,7 +39,7 @@ OF_A_LOOP = (
 
 
 #: The exit code of a comparison without a result.
-CANNOT_TELL = 3
+INCONCLUSIVE = 3
 
 
 class RunsNotComparable(Exception):
@@ -66,7 +66,7 @@ def run_verify(options: VerifyOptions, json: bool) -> int:
             verdict = _reconsidered(options, room, verdict)
     except RunsNotComparable as doubt:
         print(json_module.dumps({"status": "cannot tell", "doubts": [str(doubt)]}) if json else f"cannot tell: {doubt}")
-        return CANNOT_TELL
+        return INCONCLUSIVE
     except (SignalException, VerifyInterrupted) as stop:
         return 128 + int(stop.sigval) if isinstance(stop, SignalException) else int(stop.args[0])
     except _VerifyScriptFailed as error:
@@ -75,7 +75,7 @@ def run_verify(options: VerifyOptions, json: bool) -> int:
     finally:
         _clear(room, keep)
     print(as_json(verdict)) if json else print_verdict(verdict)
-    return {"differs": 1, "cannot tell": CANNOT_TELL}.get(verdict.status, 0)
+    return {"differs": 1, "cannot tell": INCONCLUSIVE}.get(verdict.status, 0)
 
 
 def _compared(options: VerifyOptions, question: VerifyRequest) -> Verdict:
@@ -129,10 +129,10 @@ def _of_the_zoo(options: VerifyOptions, room: str) -> VerifyOptions:
     """
     if not options.is_of_the_zoo:
         return options
-    words = options.args[1:] if options.args[:1] == ("--",) else options.args
-    given = any(word.partition("=")[0] == "--output_dir" for word in words)
+    argv = options.args[1:] if options.args[:1] == ("--",) else options.args
+    given = any(word.partition("=")[0] == "--output_dir" for word in argv)
     out = () if given else ("--output_dir", str(Path(room, "train")))
-    return replace(options, script="echelon.zoo.train.run", args=(*words, *out), module=True)
+    return replace(options, script="echelon.zoo.train.run", args=(*argv, *out), module=True)
 
 
 def _job(options: VerifyOptions, room: str) -> Job:
@@ -140,8 +140,8 @@ def _job(options: VerifyOptions, room: str) -> Job:
     from echelon.cli.app import run_command
 
     logs = ["--log-dir", str(Path(room, "log")), "--max-restarts", "0"]
-    words = [*options.words, *logs, *(["-m"] if options.module else []), options.script, *options.args]
-    with run_command().make_context("echelon verify", words) as context:
+    argv = [*options.argv, *logs, *(["-m"] if options.module else []), options.script, *options.args]
+    with run_command().make_context("echelon verify", argv) as context:
         return checked_job(RunOptions(**context.params))
 
 
@@ -158,10 +158,10 @@ def _run_ranks(options: VerifyOptions, job: Job, question: VerifyRequest) -> Non
 def _run_alone(options: VerifyOptions, question: VerifyRequest) -> None:
     say(f"2 of 2: {options.script} in one process, given their batches together")
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB} | question.ask()
-    words = ["-m", options.script] if options.module else [options.script]
+    argv = ["-m", options.script] if options.module else [options.script]
     args = options.args[1:] if options.args[:1] == ("--",) else options.args
     # The script's own output goes to stderr, so that stdout has only the table or the JSON.
-    ended = subprocess.run([sys.executable, *words, *args], env=environment, stdout=2, check=False)
+    ended = subprocess.run([sys.executable, *argv, *args], env=environment, stdout=2, check=False)
     check_answer(options, question, ended.returncode, "in one process")
 
 
@@ -209,7 +209,7 @@ def _to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def launcher_words(procs: int | None, gpus: str | None, planned: str | None) -> Sequence[str]:
+def launcher_argv(procs: int | None, gpus: str | None, planned: str | None) -> Sequence[str]:
     """Return options of ``echelon run``; by default there is one process per GPU, and at least two."""
     import torch
 

@@ -103,7 +103,7 @@ class SnapshotWriter:
         self._form: SnapshotLayout | None = None
         self._buffer: SnapshotBuffer | None = None
         self._targets: list[SnapshotTarget] = []
-        self._unsettled: list[tuple[int, int]] = []  # new buffers: host, number
+        self._not_freed: list[tuple[int, int]] = []  # new buffers: host, number
         self._facts_length = 0  # bytes of the facts of the last copy from a GPU
         self._transfer = DeviceCopy(world.device)
 
@@ -124,7 +124,7 @@ class SnapshotWriter:
         self._step = step
         try:
             if self._replicator.failure is None:
-                self._settle()
+                self._free_older()
                 self._replicator.hand(self._copy(step))
                 return
         except TROUBLE as error:
@@ -156,7 +156,7 @@ class SnapshotWriter:
         self._holders = PieceHolders(tensors, self._world.rank, self._world.control)
         replicator = Replicator(None if alone else self._new_group(), self._world.rank, self._world.timeout)
         try:
-            self._look()
+            self._inspect()
         except TROUBLE as error:
             replicator.failure = str(error) or type(error).__name__
         form = self._form
@@ -178,7 +178,7 @@ class SnapshotWriter:
         every = "every step" if self._where.every == 1 else f"every {self._where.every} steps"
         return f"in-memory snapshots: {size_text(2 * (own + kept))} on this host after {every}"
 
-    def _look(self) -> None:
+    def _inspect(self) -> None:
         """Find the tensors; open new buffers if names or sizes have changed."""
         manager = self._manager
         tensors, _ = manager.own_tensors()
@@ -201,7 +201,7 @@ class SnapshotWriter:
 
     def _open(self, form: SnapshotLayout, facts: int) -> None:
         room, old = _ROOM + 2 * facts, self._buffer
-        self._targets, self._unsettled, self._buffer = [], [], None
+        self._targets, self._not_freed, self._buffer = [], [], None
         here, opened = self._opened(self._where.here, form.table, room, form.nbytes)
         self._buffer = _mapped(self._where.pid, int(opened["fd"]), room, form.nbytes)
         if self._buffer is None:  # this process cannot map the launcher's memory, so it sends the data
@@ -231,19 +231,19 @@ class SnapshotWriter:
             nbytes=nbytes,
             table=[each.to_json() for each in table],
         )
-        self._unsettled.append((host, int(opened["bank"])))
+        self._not_freed.append((host, int(opened["bank"])))
         return line, opened
 
-    def _settle(self) -> None:
+    def _free_older(self) -> None:
         """Drop older buffers, because all ranks have a complete copy in their newest ones."""
-        for host, number in self._unsettled if self._seq else ():
+        for host, number in self._not_freed if self._seq else ():
             self._lines[host].ask("settle", bank=number)
-        self._unsettled = [] if self._seq else self._unsettled
+        self._not_freed = [] if self._seq else self._not_freed
 
     def _copy(self, step: int) -> Callable[[], None]:
         """Fill the next slot and return a function that completes the copy in the background."""
         if not self._sources.unchanged() and self._seq:
-            self._look()
+            self._inspect()
         form, facts = self._form, self._facts()
         assert form is not None
         assert self._buffer is not None

@@ -81,7 +81,7 @@ class RoundCoordinator:
                 raise self._too_few([arrival.host for arrival in here])
             if not awaited and len(here) < self._config.least and has_moved():
                 raise JobMoved
-            notice.look(self._lacking([arrival.host for arrival in here]))
+            notice.poll(self._lacking([arrival.host for arrival in here]))
             time.sleep(POLL)
 
     def arrivals(self, round_: int, without: Collection[str] = ()) -> list[JoinRequest]:

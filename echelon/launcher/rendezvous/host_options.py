@@ -43,7 +43,7 @@ def check_node_rank(node_rank: int | None, hosts: int) -> None:
         raise UsageError(f"--node-rank {node_rank} does not fit --nnodes {hosts}; it must lie in 0..{hosts - 1}")
 
 
-def meeting_points(master: str | None, hosts: int) -> tuple[tuple[str, int], ...]:
+def master_endpoints(master: str | None, hosts: int) -> tuple[tuple[str, int], ...]:
     if master is None:
         if hosts > 1:
             raise UsageError(
@@ -51,7 +51,7 @@ def meeting_points(master: str | None, hosts: int) -> tuple[tuple[str, int], ...
                 "where HOST is one of them"
             )
         return ()
-    points = tuple(_meeting_point(place.strip()) for place in master.split(","))
+    points = tuple(_master_endpoint(place.strip()) for place in master.split(","))
     if len(set(points)) < len(points):
         raise UsageError(f"--master {master} names an address twice; name each once")
     if hosts > 1 and find_token() is None and not all(_is_loopback(address) for address, _ in points):
@@ -62,7 +62,7 @@ def meeting_points(master: str | None, hosts: int) -> tuple[tuple[str, int], ...
     return points
 
 
-def _meeting_point(master: str) -> tuple[str, int]:
+def _master_endpoint(master: str) -> tuple[str, int]:
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"--master '{master}' is not HOST:PORT, such as 10.0.0.1:29500")

@@ -104,7 +104,7 @@ class MasterEndpoints:
         self._token = find_token()
         self._at = -1
         self._moved_to: int | None = None
-        self._looked = 0.0
+        self._polled_at = 0.0
 
     def __call__(self) -> RendezvousStore:
         if self._moved_to is not None:
@@ -129,7 +129,7 @@ class MasterEndpoints:
                 return 0
             if time.monotonic() > deadline:
                 raise self._unreachable(first)
-            notice.look(self._silent(*first))
+            notice.poll(self._silent(*first))
             time.sleep(POLL)
 
     def _next(self) -> int:
@@ -149,11 +149,11 @@ class MasterEndpoints:
         Of two launchers that lack hosts the one at the later endpoint stays. So a launcher goes to a later one that
         answers, and to an earlier one only if a round is running there.
         """
-        if time.monotonic() - self._looked < ELSEWHERE:
+        if time.monotonic() - self._polled_at < ELSEWHERE:
             return False
         others = (at for at in reversed(range(len(self._places))) if at != self._at and self._answers(at))
         self._moved_to = next((at for at in others if self._has_job(at)), None)
-        self._looked = time.monotonic()
+        self._polled_at = time.monotonic()
         return self._moved_to is not None
 
     def _has_job(self, at: int) -> bool:
@@ -204,7 +204,7 @@ class MasterEndpoints:
         while not network.answers(address, port, timeout=1.0):
             if time.monotonic() > deadline:
                 raise self._unreachable((address, port))
-            notice.look(self._silent(address, port))
+            notice.poll(self._silent(address, port))
             time.sleep(POLL)
         return self._connect(address, port, deadline)
 
@@ -217,7 +217,7 @@ class MasterEndpoints:
             notice = self._notice(lambda line, _: print(f"echelon: {line}", file=console))
             caller.start()
             while caller.is_alive() and time.monotonic() < deadline:
-                notice.look(foreign)
+                notice.poll(foreign)
                 time.sleep(POLL)
         if not result:
             raise PeerLost(

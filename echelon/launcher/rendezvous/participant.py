@@ -95,7 +95,7 @@ class RendezvousParticipant:
         while True:
             if self._moving:
                 self._open()
-            elif self._given_up():
+            elif self._gave_up():
                 self._enter()
             try:
                 self.members = self._form_round() if self.coordinator else self._await_round()
@@ -140,7 +140,7 @@ class RendezvousParticipant:
     def _has_gone(self, host: RendezvousHost) -> bool:
         return self.client.check(f"gone/{host.token}")
 
-    def _given_up(self) -> bool:
+    def _gave_up(self) -> bool:
         """Return True if this host was frozen and is taken for lost."""
         return self.client.check(f"gone/{self.token}")
 
@@ -166,7 +166,7 @@ class RendezvousParticipant:
         At a store that this host has left and comes back to, the old token may still have a place in a running round.
         """
         token = self.token
-        if not token or self._given_up() or self.client.check(f"ready/{token}"):
+        if not token or self._gave_up() or self.client.check(f"ready/{token}"):
             token = uuid.uuid4().hex
             self._past = (None, *self._past[1:])
         self._host = dataclasses.replace(self._host, token=token)
@@ -213,7 +213,7 @@ class RendezvousParticipant:
                     return members
                 self._stay_in_reserve(members, deadline)
             else:
-                notice.look(f"the launcher at {self.client.where} to have all {self._config.nnodes} hosts together")
+                notice.poll(f"the launcher at {self.client.where} to have all {self._config.nnodes} hosts together")
             time.sleep(POLL)
 
     def _stay_in_reserve(self, members: RoundMembers, deadline: float) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 def rebuild_argv(context: Any, leave_out: Iterable[str]) -> list[str]:
     """Return every option given on the command line except ``leave_out`` (names in Python). ``context`` is click's."""
-    unwanted, words = set(leave_out), []
+    unwanted, argv = set(leave_out), []
     for param in context.command.params:
         source = context.get_parameter_source(param.name)
         if param.param_type_name == "option" and param.name not in unwanted and source.name == "COMMANDLINE":
-            words += _words(param, context.params[param.name])
-    return words
+            argv += _param_argv(param, context.params[param.name])
+    return argv
 
 
-def _words(param: Any, value: Any) -> list[str]:
+def _param_argv(param: Any, value: Any) -> list[str]:
     if param.is_flag:
         return [param.opts[0] if value else param.secondary_opts[0]]
     values = value if param.multiple else [value]

@@ -193,16 +193,16 @@ def _host_pod(options: KubernetesSubmission) -> Document:
 def _host_command(options: KubernetesSubmission) -> list[str]:
     run = [_literal(word) for word in split_run(options.run)] + ["--grace", f"{options.grace:g}"]
     program = [*(["-m"] if options.module else []), *map(_literal, options.program)]
-    meet = ["--master", options.master]
+    master = ["--master", options.master]
     if not options.servers:
         least = options.fewest if options.fewest is not None else options.hosts
         nnodes = str(options.hosts) if least == options.hosts else f"{least}:{options.hosts}"
-        return ["echelon", "run", "--nnodes", nnodes, "--node-rank", f"$({_INDEX})", *meet, *run, *program]
+        return ["echelon", "run", "--nnodes", nnodes, "--node-rank", f"$({_INDEX})", *master, *run, *program]
     servers = ["--servers", "0", "--pservers", options.endpoints, "--trainers", str(options.hosts * options.workers)]
-    words = [*servers, "--workers", str(options.workers), *meet, *run, *program]
+    argv = [*servers, "--workers", str(options.workers), *master, *run, *program]
     # Kubernetes cannot multiply, but the shell can. The arguments are its parameters, which it passes on unchanged.
     first = f'exec echelon run --trainer-id-from "$(({_INDEX} * {options.workers}))" "$@"'
-    return ["sh", "-c", _literal(first), "echelon", *words]
+    return ["sh", "-c", _literal(first), "echelon", *argv]
 
 
 def _stateful_set(options: KubernetesSubmission) -> Document:
@@ -247,11 +247,11 @@ def _server_pod(options: KubernetesSubmission) -> Document:
 
 def _server_command(options: KubernetesSubmission) -> list[str]:
     own = f"$(POD_NAME).{options.servers_name}:{SERVER_PORT}"
-    words = ["echelon", "serve", "--endpoint", own, "--pservers", options.endpoints]
-    words += ["--trainers", str(options.hosts * options.workers), "--state", _STATE]
+    argv = ["echelon", "serve", "--endpoint", own, "--pservers", options.endpoints]
+    argv += ["--trainers", str(options.hosts * options.workers), "--state", _STATE]
     if options.tls_secret is None:
-        return words
-    return [*words, "--tls-cert", f"{_TLS}/tls.crt", "--tls-key", f"{_TLS}/tls.key", "--tls-ca", f"{_TLS}/ca.crt"]
+        return argv
+    return [*argv, "--tls-cert", f"{_TLS}/tls.crt", "--tls-key", f"{_TLS}/tls.key", "--tls-ca", f"{_TLS}/ca.crt"]
 
 
 def _pod(options: KubernetesSubmission, container: Document) -> Document:

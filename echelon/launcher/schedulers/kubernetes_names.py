@@ -34,9 +34,9 @@ def check_image(image: str) -> None:
         raise UsageError(f"--image {image!r} is not the name of an image, such as registry.example/team/train:1.2")
 
 
-def check_text(words: Iterable[str]) -> None:
+def check_text(texts: Iterable[str]) -> None:
     """Raise for arguments that are not UTF-8: they contain lone surrogates, which JSON and Kubernetes cannot hold."""
-    for word in words:
+    for word in texts:
         try:
             word.encode()
         except UnicodeEncodeError:

@@ -25,8 +25,9 @@ from echelon.base.errors import PeerLost, UsageError
 from echelon.base.job_secret import find_token
 from echelon.base.network import endpoint
 from echelon.base.option_checks import at_least
+from echelon.base.poll_interval import PollInterval
 from echelon.base.wait_notice import WaitNotice, say_wait
-from echelon.launcher.log_directory import log_dir_words
+from echelon.launcher.log_directory import log_dir_argv
 from echelon.launcher.rendezvous.host_options import host_counts
 from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers import ray_host
@@ -58,7 +59,7 @@ class RayRequest:
     bundle: Mapping[str, float]
     procs: int
     environment: Mapping[str, str]
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     join_timeout: float
     grace: float
     #: True if a lost host is to be replaced
@@ -118,7 +119,7 @@ def check(context: Any, nodes: list[dict[str, Any]]) -> RayRequest:
         bundle=bundle,
         procs=procs,
         environment=environment,
-        words=(*rebuild_argv(context, leave_out=OWN), *log_dir_words(options), options.script, *(options.args or [])),
+        argv=(*rebuild_argv(context, leave_out=OWN), *log_dir_argv(options), options.script, *(options.args or [])),
         join_timeout=options.join_timeout,
         grace=options.grace,
         replaces=bool(elastic) or bool(options.max_restarts),
@@ -133,7 +134,7 @@ class RayJob:
         self._hosts: list[_RayLauncher] = []
         #: signals, and pairs of a host and its output; None in place of the output if its node is lost
         self._came: queue.SimpleQueue[signal.Signals | tuple[_RayLauncher, LauncherOutput | None]] = queue.SimpleQueue()
-        self._asked, self._deadline = False, float("inf")
+        self._has_asked_to_end, self._deadline = False, float("inf")
         self._group: Any = None
         self._masters = ""
         self._listeners: list[threading.Thread] = []
@@ -144,7 +145,7 @@ class RayJob:
                 signal.signal(number, self._handle_signal)
         try:
             self._begin()
-            return self._attend()
+            return self._run_until_end()
         finally:
             for host in self._hosts:
                 self._ray.kill(host.actor)
@@ -172,7 +173,7 @@ class RayJob:
                 "wait for other jobs to end, or give --join-timeout"
             )
         hosts = [self._host_in_bundle(index) for index in range(least)]
-        found = self._ray.get([host.actor.meeting_place.remote() for host in hosts[:2]])
+        found = self._ray.get([host.actor.master_endpoint.remote() for host in hosts[:2]])
         places = [endpoint(*place) for place in found]
         self._masters = ",".join(places if self._request.replaces else places[:1])
         for host in hosts:
@@ -200,8 +201,8 @@ class RayJob:
             own = own[:4]
         elif not host.replacement:  # the coordinator finds the place of a replacement
             own += ["--node-rank", str(host.index)]
-        words = [*own, *self._request.words]
-        host.actor.start.remote(words, os.getcwd(), dict(self._request.environment))
+        argv = [*own, *self._request.argv]
+        host.actor.start.remote(argv, os.getcwd(), dict(self._request.environment))
         self._listeners.append(threading.Thread(target=self._listen, args=(host,), daemon=True))
         self._listeners[-1].start()
 
@@ -222,8 +223,8 @@ class RayJob:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self._came.put(signal.Signals(number))
 
-    def _attend(self) -> int:
-        looked = time.monotonic()
+    def _run_until_end(self) -> int:
+        interval = PollInterval(_LOOK, time.monotonic())
         while self._running():
             try:
                 came = self._came.get(timeout=0.5)
@@ -233,9 +234,8 @@ class RayJob:
                 self._hand_on(came) if isinstance(came, signal.Signals) else self._handle_output(*came)
             if time.monotonic() > self._deadline:
                 break
-            if time.monotonic() - looked > _LOOK:
+            if interval.due():
                 self._take_in_new_nodes()
-                looked = time.monotonic()
         return self._code()
 
     def _running(self) -> bool:
@@ -244,11 +244,11 @@ class RayJob:
 
     def _hand_on(self, number: signal.Signals) -> None:
         """Forward a signal to every launcher; after a second one, end without waiting."""
-        self._deadline = time.monotonic() + (0.0 if self._asked else self._request.grace + _NOTICE)
-        self._asked = True
+        self._deadline = time.monotonic() + (0.0 if self._has_asked_to_end else self._request.grace + _NOTICE)
+        self._has_asked_to_end = True
         for host in self._hosts:
             if host.code is None:
-                host.actor.tell.remote(number.name)
+                host.actor.forward_signal.remote(number.name)
 
     def _handle_output(self, host: _RayLauncher, news: LauncherOutput | None) -> None:
         host.started.set()
@@ -267,7 +267,7 @@ class RayJob:
 
     def _lose(self, host: _RayLauncher) -> None:
         host.code = -1
-        again = self._request.replaces and not self._asked and any(one.code is None for one in self._hosts)
+        again = self._request.replaces and not self._has_asked_to_end and any(one.code is None for one in self._hosts)
         then = "; another node replaces it as soon as the cluster has one" if again else ""
         say(f"the Ray node of host {host.index} ({host.name or 'not started yet'}) was lost{then}")
         if again and host.index < self._request.least:
@@ -276,7 +276,7 @@ class RayJob:
     def _take_in_new_nodes(self) -> None:
         """Start a host on a node that has none, beyond the placement group, up to the maximum; for elastic jobs."""
         living = [host for host in self._hosts if host.code is None]
-        if self._asked or len(living) >= self._request.most or self._request.least == self._request.most:
+        if self._has_asked_to_end or len(living) >= self._request.most or self._request.least == self._request.most:
             return
         taken = {host.name.partition("/")[2] for host in living}
         for node in _nodes_with(self._request.bundle, self._ray.nodes()):

@@ -45,7 +45,7 @@ class RayHost:
         self._unsent: list[str] = []
         self._order = threading.Lock()
 
-    def meeting_place(self) -> tuple[str, int]:
+    def master_endpoint(self) -> tuple[str, int]:
         """Return address and a free port of this node, as other nodes reach it."""
         address = _address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -53,10 +53,10 @@ class RayHost:
             free.bind((address, 0))
             return address, int(free.getsockname()[1])
 
-    def start(self, words: list[str], directory: str, environment: dict[str, str]) -> None:
+    def start(self, argv: list[str], directory: str, environment: dict[str, str]) -> None:
         """Start the launcher. The secret is in ``environment`` only, because Ray logs the actors' own variables."""
         order: dict[str, Any] = {
-            "words": [sys.executable, "-m", "echelon", "run", *words],
+            "argv": [sys.executable, "-m", "echelon", "run", *argv],
             "directory": directory,
             "environment": environment,
             "hail": False,
@@ -91,7 +91,7 @@ class RayHost:
             return LauncherOutput(_name(), lines, said)
         return LauncherOutput(_name(), lines)
 
-    def tell(self, name: str) -> None:
+    def forward_signal(self, name: str) -> None:
         """Forward a signal; it is kept until ``start``, because calls of a threaded actor may overtake one another."""
         with self._order:
             if self._process is None:

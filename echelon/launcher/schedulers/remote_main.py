@@ -27,7 +27,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"the directory {order['directory']} cannot be entered there: {error.strerror}")
     launcher = subprocess.Popen(
-        order["words"],
+        order["argv"],
         env=os.environ | order["environment"],
         stdin=subprocess.DEVNULL,
         preexec_fn=lambda: _end_with_us(order["patience"]),  # noqa: PLW1509 - there are no other threads yet

@@ -76,7 +76,7 @@ def needs_srun(options: RunOptions, env: Mapping[str, str]) -> int:
     return nodes if nodes > 1 else 0
 
 
-def call_srun(nodes: int, words: Sequence[str], elastic: bool) -> None:
+def call_srun(nodes: int, argv: Sequence[str], elastic: bool) -> None:
     """Replace this process by ``srun`` with the same command on every node. The environment carries the secret."""
     if not shutil.which("srun"):
         raise UsageError(
@@ -86,15 +86,15 @@ def call_srun(nodes: int, words: Sequence[str], elastic: bool) -> None:
     if TOKEN not in os.environ and TOKEN_FILE not in os.environ:
         os.environ[TOKEN] = secrets.token_hex(16)
     sys.stdout.flush()
-    command = [*srun_words(nodes, elastic, os.environ.get(SLURM_CPUS)), sys.executable, "-m", "echelon", *words]
+    command = [*srun_argv(nodes, elastic, os.environ.get(SLURM_CPUS)), sys.executable, "-m", "echelon", *argv]
     os.execvp(command[0], command)
 
 
-def srun_words(nodes: int, elastic: bool, cpus: str | None) -> list[str]:
+def srun_argv(nodes: int, elastic: bool, cpus: str | None) -> list[str]:
     """Return an srun command with one unbound task per node; the end of one task does not end the others."""
-    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
-    words += ["--kill-on-bad-exit=0", *(["--no-kill"] if elastic else [])]
-    return [*words, f"--cpus-per-task={cpus}"] if cpus else words
+    argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+    argv += ["--kill-on-bad-exit=0", *(["--no-kill"] if elastic else [])]
+    return [*argv, f"--cpus-per-task={cpus}"] if cpus else argv
 
 
 def _ours(options: RunOptions) -> bool:
@@ -116,7 +116,7 @@ def script(options: SlurmSubmission) -> str:
     text: str = template.render(
         directives=_directives(options, logs),
         directory=shlex.quote(os.getcwd()),
-        srun=shlex.join(srun_words(options.nodes, options.elastic, None)),
+        srun=shlex.join(srun_argv(options.nodes, options.elastic, None)),
         echelon=shlex.join([sys.executable, "-m", "echelon", "run", *run]),
         program=shlex.join(options.program),
         requeue=options.requeue,

@@ -18,7 +18,7 @@ from echelon.base import network
 from echelon.base.environment import LOG_DIR, TOKEN, TOKEN_FILE, port_for
 from echelon.base.errors import UsageError
 from echelon.base.job_secret import find_token
-from echelon.launcher.log_directory import log_dir_words
+from echelon.launcher.log_directory import log_dir_argv
 from echelon.launcher.rendezvous.host_options import host_counts
 from echelon.launcher.run_options import RunOptions
 from echelon.launcher.schedulers.argv import rebuild_argv
@@ -47,7 +47,7 @@ class SshRequest:
     environment: Mapping[str, str]
     master: str
     #: arguments that every launcher gets, after its own options
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     #: seconds that launchers may take to save and end
     grace: float
 
@@ -62,17 +62,17 @@ def run_on_hosts(context: Any, first: Callable[[], None] | None = None) -> int:
     request = check(context)
     if first is not None:
         first()
-    gathering = SshJob(request.hosts, request.least, request.grace)
+    ssh_job = SshJob(request.hosts, request.least, request.grace)
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        gathering.hand_on(signal.Signals(number))
+        ssh_job.hand_on(signal.Signals(number))
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, hand_on)
     for index, entry in enumerate(request.hosts):
-        gathering.add(_connect(request, index, entry))
-    return gathering.attend()
+        ssh_job.add(_connect(request, index, entry))
+    return ssh_job.run_until_end()
 
 
 def check(context: Any) -> SshRequest:
@@ -92,8 +92,8 @@ def check(context: Any) -> SshRequest:
         ssh=ssh,
         python=options.remote_python or sys.executable,
         environment=environment,
-        master=options.master or _meeting_places(_where_to_meet(hosts, least), ssh, environment[TOKEN]),
-        words=(*rebuild_argv(context, leave_out=OWN), *log_dir_words(options), options.script, *(options.args or [])),
+        master=options.master or _master_endpoints(_master_hosts(hosts, least), ssh, environment[TOKEN]),
+        argv=(*rebuild_argv(context, leave_out=OWN), *log_dir_argv(options), options.script, *(options.args or [])),
         grace=options.grace or 30.0,
     )
 
@@ -133,7 +133,7 @@ def _check_fit(options: RunOptions, hosts: Sequence[HostListEntry]) -> None:
         raise UsageError("--procs and the numbers of --hosts both count processes; leave one of them out")
 
 
-def _where_to_meet(hosts: Sequence[HostListEntry], least: int) -> Sequence[HostListEntry]:
+def _master_hosts(hosts: Sequence[HostListEntry], least: int) -> Sequence[HostListEntry]:
     """Return the hosts of the rendezvous: the first one, and a second one for a job that may lose the first."""
     return hosts[:2] if least < len(hosts) else hosts[:1]
 
@@ -144,13 +144,13 @@ def _with_procs(hosts: Sequence[HostListEntry], procs: int | None) -> tuple[Host
 
 def _ssh_command(text: str | None) -> tuple[str, ...]:
     try:
-        words = shlex.split(text or "ssh")
+        argv = shlex.split(text or "ssh")
     except ValueError as error:
         raise UsageError(f"--ssh '{text}' cannot be read: {error}") from None
-    if not words:
+    if not argv:
         raise UsageError("--ssh is empty; give a command, such as --ssh 'ssh -p 2222 -i key'")
-    options = [word for option in _OPTIONS for word in ("-o", option)] if os.path.basename(words[0]) == "ssh" else []
-    return (*words, *options)
+    options = [word for option in _OPTIONS for word in ("-o", option)] if os.path.basename(argv[0]) == "ssh" else []
+    return (*argv, *options)
 
 
 def _connect(request: SshRequest, index: int, entry: HostListEntry) -> SshConnection:
@@ -158,9 +158,9 @@ def _connect(request: SshRequest, index: int, entry: HostListEntry) -> SshConnec
     python = sys.executable if here else request.python
     procs = () if entry.procs is None else ("--procs", str(entry.procs))
     own = ("--nnodes", request.nnodes, "--node-rank", str(index), "--master", request.master, *procs)
-    words = (python, "-m", "echelon", "run", *own, *request.words)
+    argv = (python, "-m", "echelon", "run", *own, *request.argv)
     order = RemoteLaunchRequest(
-        words, os.getcwd(), dict(request.environment), hail=not here, patience=request.grace + 10.0
+        argv, os.getcwd(), dict(request.environment), hail=not here, patience=request.grace + 10.0
     )
     return SshConnection(entry.address, order, python, () if here else (*request.ssh, entry.name), first=index == 0)
 
@@ -175,14 +175,14 @@ def is_here(entry: HostListEntry) -> bool:
     return address is not None and network.is_local(address)
 
 
-def _meeting_places(hosts: Sequence[HostListEntry], ssh: Sequence[str], token: str) -> str:
+def _master_endpoints(hosts: Sequence[HostListEntry], ssh: Sequence[str], token: str) -> str:
     """Return HOST:PORT on each of these hosts, comma-separated, as other hosts reach it."""
     away = [entry for entry in hosts if not is_here(entry)]
     towards = _address_of(away[0], ssh) if away else None
-    return ",".join(_meeting_place(entry, towards, ssh, token) for entry in hosts)
+    return ",".join(_master_endpoint(entry, towards, ssh, token) for entry in hosts)
 
 
-def _meeting_place(entry: HostListEntry, towards: str | None, ssh: Sequence[str], token: str) -> str:
+def _master_endpoint(entry: HostListEntry, towards: str | None, ssh: Sequence[str], token: str) -> str:
     if not is_here(entry):
         return network.endpoint(_address_of(entry, ssh), port_for(token))
     address = network.resolve(entry.address, "--hosts")

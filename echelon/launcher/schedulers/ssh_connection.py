@@ -26,7 +26,7 @@ _console = threading.Lock()
 class RemoteLaunchRequest:
     """The line that remote_main.py reads: the launcher's arguments, directory and environment."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     directory: str
     environment: dict[str, str]
     hail: bool
@@ -61,7 +61,7 @@ class SshConnection:
         self._readers = self._relay()
         self._send(_source + order.line)
 
-    def tell(self, number: signal.Signals) -> None:
+    def forward_signal(self, number: signal.Signals) -> None:
         """Forward a signal. A connection that is not established yet is killed instead."""
         if self.started:
             self._send(number.name.encode() + b"\n")

@@ -66,11 +66,11 @@ class SshJob:
             if self._signal is not None:
                 connection.hang_up()
             else:
-                connection.tell(number)
+                connection.forward_signal(number)
         self._signal = number
         self._deadline = min(self._deadline, time.monotonic() + self._patience)
 
-    def attend(self) -> int:
+    def run_until_end(self) -> int:
         """Wait until all hosts have ended; return the exit code of the job."""
         while len(self._ends) < len(self._here):
             try:

@@ -47,15 +47,15 @@ class FiniteLossCheck:
         """
         if self.lag or self._waiting:
             self._waiting.append((step, DeferredScalar(step_loss.loss, "loss"), step_loss, batch))
-            self._look(self.lag)
+            self._check_until(self.lag)
         elif not math.isfinite(step_loss.loss.item()):
             self._refuse(step, step_loss, batch)
 
-    def look(self) -> None:
+    def check_all(self) -> None:
         """Check all pending losses now, so that no state is saved whose loss was not checked."""
-        self._look(0)
+        self._check_until(0)
 
-    def _look(self, lag: int) -> None:
+    def _check_until(self, lag: int) -> None:
         while len(self._waiting) > lag:
             step, loss, step_loss, batch = self._waiting.pop(0)
             if not math.isfinite(loss.read()):

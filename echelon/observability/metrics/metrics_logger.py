@@ -81,7 +81,7 @@ class MetricsLogger:
         if self._speaks and self._log.console:
             say(text, stdout=True)
 
-    def foretell(self, seconds: float, memory: float, held: float, graphs: bool = False) -> None:
+    def note_prediction(self, seconds: float, memory: float, held: float, graphs: bool = False) -> None:
         """Compare the predicted time and memory of a step with measurements after some steps.
 
         Timing restarts here, because the time to find the plan is not part of a step.

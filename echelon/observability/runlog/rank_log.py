@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from echelon.base.poll_interval import PollInterval
 from echelon.base.process_info import process_memory
 from echelon.observability.runlog.log_files import JsonLinesFile, rank_file
 
@@ -57,13 +57,12 @@ class Utilisation:
     """The share of time in which a GPU runs kernels, as its driver measures it; absent without nvidia-ml-py."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._last_query, self._absent = device, -math.inf, False
+        self._device, self._interval, self._absent = device, PollInterval(OFTEN), False
 
     def record(self) -> dict[str, Any]:
         """Return the percentage as a field of a record; empty if it is unknown, or was queried within ``OFTEN``."""
-        if self._absent or time.monotonic() < self._last_query + OFTEN:
+        if self._absent or not self._interval.due():
             return {}
-        self._last_query = time.monotonic()
         try:
             return {"utilisation": int(torch.cuda.utilization(self._device))}
         except Exception:  # no nvidia-ml-py, or one of its own errors; a figure less must not end the training

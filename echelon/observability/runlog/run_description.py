@@ -51,7 +51,7 @@ def own_facts(engine: EngineView) -> JSON:
 
 def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
     """Return all of run.json except times, settings and startup lines."""
-    plan, found = engine.plan, engine.found
+    plan, found = engine.plan, engine.saved_plan
     predicted = None if found is None else found.predicted
     return {
         "echelon": __version__,

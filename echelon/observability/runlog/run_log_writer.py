@@ -104,8 +104,8 @@ class RunLogWriter:
             from echelon.base.user_traceback import format_error
 
             text = f"rank {self._rank} failed with {first_line(error, typed=True)}"
-            story = format_error(error, error.__traceback__)
-            note_event(self._directory, "failed", text, self._rank, step=steps, traceback=story)
+            trace = format_error(error, error.__traceback__)
+            note_event(self._directory, "failed", text, self._rank, step=steps, traceback=trace)
 
     @property
     def _writes(self) -> bool:

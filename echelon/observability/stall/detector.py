@@ -99,9 +99,9 @@ class StallDetector:
         processes: process states by rank, as in proc(5)
         """
         self._read(now)
-        seen = {rank: self._look(rank, processes) for rank in range(self._ranks)}
+        seen = {rank: self._observe(rank, processes) for rank in range(self._ranks)}
         known = {rank: one.status for rank, one in seen.items() if one.status is not None}
-        lines = self._stragglers.look(known, now) if len(known) == self._ranks else []
+        lines = self._stragglers.compare(known, now) if len(known) == self._ranks else []
         return self._rule(seen, now), lines
 
     def _read(self, now: float) -> None:
@@ -117,7 +117,7 @@ class StallDetector:
             if status.rank == rank and self._heartbeats.hear(rank, status.beat):
                 self._work[rank].measure(status, now)
 
-    def _look(self, rank: int, processes: Mapping[int, str]) -> RankObservation:
+    def _observe(self, rank: int, processes: Mapping[int, str]) -> RankObservation:
         work = self._work[rank]
         silent = self._heartbeats.silence(rank) if work.status is not None else 0.0
         return RankObservation(rank, work.status, silent, silent > self._silence, processes.get(rank, ""), work.works)

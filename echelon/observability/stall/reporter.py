@@ -95,7 +95,7 @@ class StatusReporter(threading.Thread):
             if is_judge and self._place.rank == 0:
                 self._detector = StallDetector(store, self._place.world_size, self._limit, ends=False)
             while True:
-                self._tell(store)
+                self._serve_requests(store)
                 if is_judge:
                     self._judge(store)
                     self._show(store)
@@ -105,7 +105,7 @@ class StatusReporter(threading.Thread):
         except RuntimeError:  # the store has ended, and so have its readers
             pass
 
-    def _tell(self, store: Store) -> None:
+    def _serve_requests(self, store: Store) -> None:
         self._publish(store)
         request = f"ask/{self._place.rank}"
         if store.check([request]):

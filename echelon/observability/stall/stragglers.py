@@ -27,7 +27,7 @@ class Stragglers:
         self._streak: dict[int, int] = {}
         self._named: dict[int, float] = {}
 
-    def look(self, statuses: Mapping[int, RankStatus], now: float) -> list[str]:
+    def compare(self, statuses: Mapping[int, RankStatus], now: float) -> list[str]:
         """Return log lines on the ranks that have become slow."""
         if not self._begin or set(statuses) != set(self._begin):
             self._begin, self._since = dict(statuses), now

@@ -259,9 +259,9 @@ class TraceSession:
                 _say_that_it_is_kept(control, kept)
         live.remove()
         if engine.world.rank == 0:
-            self._tell(engine)
+            self._report(engine)
 
-    def _tell(self, engine: EngineView) -> None:
+    def _report(self, engine: EngineView) -> None:
         if engine.world.size > 1 and engine.world.control is None:
             engine.say(f"timeline: 'echelon timeline {self._folder.parent}' shows all workers when they are done")
             return

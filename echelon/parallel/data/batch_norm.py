@@ -54,21 +54,21 @@ def batch_norm_over(
     bias: Tensor | None,
     momentum: float,
     eps: float,
-    attend: Callable[[str], None] | None = None,
+    before_sync: Callable[[str], None] | None = None,
 ) -> Tensor:
     """Return what ``F.batch_norm`` in training mode gives for the batches of all ranks of ``group`` together.
 
-    attend: callback, called with "forward" or "backward" before the collective of that pass
+    before_sync: callback, called with "forward" or "backward" before the collective of that pass
     """
-    if attend is not None:
-        attend("forward")
+    if before_sync is not None:
+        before_sync("forward")
     mean, var, total = _global_statistics(x, group)
     if running_mean is not None:
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
     if running_var is not None:
         unbiased = var * (total / (total - 1))
         running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    result: Tensor = _Normalize.apply(x, weight, bias, mean, var, total, eps, group, attend)  # type: ignore[no-untyped-call]
+    result: Tensor = _Normalize.apply(x, weight, bias, mean, var, total, eps, group, before_sync)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -99,7 +99,7 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, weight, bias, mean, var, total, eps, group, ctx.attend = args
+        x, weight, bias, mean, var, total, eps, group, ctx.before_sync = args
         ctx.save_for_backward(x, weight, mean, var, total)
         ctx.eps = eps
         ctx.group = group
@@ -112,8 +112,8 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var, total = ctx.saved_tensors
         dy = grads[0].contiguous(memory_format=_layout(x))
         dx, dw, db = _alone(dy, x, weight, mean, var, ctx.eps)
-        if ctx.attend is not None:
-            ctx.attend("backward")
+        if ctx.before_sync is not None:
+            ctx.before_sync("backward")
         sums = start_small_sum(torch.stack([dw, db]).to(mean.dtype), ctx.group)()
         if ctx.idle:  # this rank's input is not part of the statistics, so they pass no gradient to it
             dx.zero_()

@@ -100,14 +100,14 @@ class Compressor:
         indices = torch.cat(found) if found else torch.empty(0, dtype=self.index_dtype, device=self._v.device)
         values = self._v.index_select(0, indices)
         if wire is None or wire == torch.float32:
-            self._settle(indices, None)
+            self._clear_sent(indices, None)
             return indices, values
         bound = torch.finfo(wire).max
         sent = values.clamp(-bound, bound).to(wire)
-        self._settle(indices, values.sub_(sent))
+        self._clear_sent(indices, values.sub_(sent))
         return indices, sent
 
-    def _settle(self, indices: Tensor, left: Tensor | None) -> None:
+    def _clear_sent(self, indices: Tensor, left: Tensor | None) -> None:
         """Clear the momentum of the sent entries, and set their residual to ``left`` (default zero)."""
         step = _CHUNK if indices.device.type == "cpu" else max(1, indices.numel())
         for start in range(0, indices.numel(), step):

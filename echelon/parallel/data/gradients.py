@@ -142,7 +142,7 @@ class Gradients:
         if rides:
             self._note(loss)
         if ready:
-            self._settle(self._owned, step, loss)
+            self._finalize(self._owned, step, loss)
         return ready
 
     def _carrier_of(self, group: dist.ProcessGroup | None) -> PiggybackSum | None:
@@ -186,7 +186,7 @@ class Gradients:
             self._scale((1.0 if weighed else samples) / global_loss.samples)
         self._arm(chosen, step)
         self._reduce(chosen)
-        self._settle(chosen, step, global_loss)
+        self._finalize(chosen, step, global_loss)
 
     def applied(self) -> None:
         """Reset the counts after the optimizer has used the gradients."""
@@ -310,7 +310,7 @@ class Gradients:
     def _sparsity(self, key: str, step: int) -> float | None:
         return self._compressors[key].sparsity(step) if key in self._compressors else None
 
-    def _settle(self, optimizers: Collection[str], step: int, loss: GlobalLoss | PipelineGlobalLoss) -> None:
+    def _finalize(self, optimizers: Collection[str], step: int, loss: GlobalLoss | PipelineGlobalLoss) -> None:
         """Correct the reduced gradients for the assumed sample count, check for overflow, and exchange sparse ones."""
         if not (self._sum or self._plain or self.empty):
             self._correct(self.merged_samples)

@@ -73,12 +73,12 @@ class LocalSgdAverager:
             return None
         before = self.k
         self._before_sync()
-        self.meet()
+        self.sync()
         if adaptive:
             self._adapt(float(loss), rate)
         return None if self.k == before else f"localsgd: k {before} -> {self.k}"
 
-    def next_meeting(self, step: int) -> int:
+    def next_sync(self, step: int) -> int:
         """Return the number of the next step that ends with a sync, where ``step`` is the last finished one."""
         return next(at for at in itertools.count(step + 1) if self.since + at - step >= self._apart(at))
 
@@ -107,7 +107,7 @@ class LocalSgdAverager:
                     buffer.copy_(buffers[name])
 
     @contextlib.contextmanager
-    def met(self) -> Iterator[None]:
+    def in_sync(self) -> Iterator[None]:
         """Mark all ranks as having equal weights within the context, so that ``averaged`` does nothing."""
         since, self.since = self.since, 0
         try:
@@ -148,7 +148,7 @@ class LocalSgdAverager:
         return {f"velocity.{name}": view for drift, row in rows for name, view in drift.by_name(row).items()}
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Set all replicas to their average, or to the result of the outer optimizer's step."""
         self.since = 0
         for index, change in enumerate(self._mean_changes()):

@@ -23,7 +23,7 @@ from echelon.base.lazy_dynamo import hide_from_dynamo
 from echelon.parallel.data.batch_norm import batch_norm_over
 from echelon.plan.batch_norms import BatchNorm
 
-Attend = Callable[[str, str], None]
+BeforeSync = Callable[[str, str], None]
 _PLAIN = "_class_without_sharing"
 
 
@@ -32,17 +32,17 @@ class BatchNormSync:
     """Batch norm of one layer with statistics over all replicas.
 
     name:   the layer's name in the model
-    attend: callback, called with the name and "forward" or "backward" before each collective
+    before_sync: callback, called with the name and "forward" or "backward" before each collective
     remark: callback for a line about statistics that cannot be synchronized; None after it has been called
     """
 
     name: str
     group: dist.ProcessGroup
-    attend: Attend | None
+    before_sync: BeforeSync | None
     remark: Callable[[str], None] | None
 
     def __post_init__(self) -> None:
-        self._attend = None if self.attend is None else functools.partial(self.attend, self.name)
+        self._before_sync = None if self.before_sync is None else functools.partial(self.before_sync, self.name)
 
     @hide_from_dynamo
     def batch_norm(
@@ -68,7 +68,7 @@ class BatchNormSync:
             bias=bias,
             momentum=momentum,
             eps=eps,
-            attend=self._attend,
+            before_sync=self._before_sync,
         )
 
     def say_once(self, line: str) -> None:
@@ -85,7 +85,7 @@ def synchronize(
     model: nn.Module,
     names: Iterable[str],
     group: dist.ProcessGroup,
-    attend: Attend | None = None,
+    before_sync: BeforeSync | None = None,
     remark: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Synchronize the statistics of the named layers over ``group``. Weights, buffers and names do not change."""
@@ -94,7 +94,7 @@ def synchronize(
         module = modules[name]
         kind = type(module)
         base = _SyncedBatchNorm if kind.forward in _TORCHS_OWN else _SyncedModule
-        fields = {"sharing": BatchNormSync(name, group, attend, remark), _PLAIN: kind}
+        fields = {"sharing": BatchNormSync(name, group, before_sync, remark), _PLAIN: kind}
         module.__class__ = type(f"Synchronized{kind.__name__}", (base, kind), fields)
 
 

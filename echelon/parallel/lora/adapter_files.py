@@ -49,8 +49,8 @@ class AdapterFile:
 
     def check(self, lora: Lora) -> None:
         """Raise UsageError if the settings ask for another rank, scale or set of trained modules."""
-        asked = {"rank": lora.rank, "alpha": lora.alpha, "modules_to_save": lora.modules_to_save or None}
-        for name, value in asked.items():
+        requested = {"rank": lora.rank, "alpha": lora.alpha, "modules_to_save": lora.modules_to_save or None}
+        for name, value in requested.items():
             if value is not None and value != getattr(self, name):
                 raise UsageError(
                     f"lora: the adapter in '{self.path}' has {name} {getattr(self, name)}, and Lora({name}={value!r}) "

@@ -82,7 +82,7 @@ class LossWeights:
         if count is None:
             return self._find(loss, rows)
         if not self._has_announced or self._compares:
-            self._look(_means(_terms(loss, rows)), rows)
+            self._inspect(_means(_terms(loss, rows)), rows)
         return count
 
     def _find(self, loss: Tensor, rows: float) -> Count:
@@ -101,10 +101,10 @@ class LossWeights:
         # Several terms are compared in every pass, because a later batch may have fewer targets for one of them.
         self._compares = len(means) > 1 and not isinstance(main.count, Tensor)
         self._last, self.is_by_shape, self._is_settled = main.count, depends_on_shape(main), True
-        self._look(means, rows)
+        self._inspect(means, rows)
         return main.count
 
-    def _look(self, means: Sequence[LossTerm], rows: float) -> None:
+    def _inspect(self, means: Sequence[LossTerm], rows: float) -> None:
         """Report once what is unusual about these terms."""
         self._compare(means, rows)
         for term in means:

@@ -105,7 +105,7 @@ class LowMemoryAdam(SharingOptimizer):
         """Optimizer state by parameter; access waits until all of it is back in host memory."""
         ring = self.__dict__.get("_ring")
         if ring is not None:
-            ring.settle()
+            ring.wait()
         return self._state
 
     @state.setter
@@ -188,7 +188,7 @@ class LowMemoryAdam(SharingOptimizer):
             group.update({name: value for name, value in loaded.items() if name != "params"})
 
 
-def attend(
+def connect_optimizers(
     optimizers: Mapping[str, torch.optim.Optimizer],
     factor: Callable[[], float],
     copies: Callable[[], StateCopies | None],

@@ -88,7 +88,7 @@ class HostStateRing:
         self._free.append(slot)
         self._fetch_ahead()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all state has been copied back to the host."""
         self._outward.synchronize()
 

@@ -95,7 +95,7 @@ class InterStageCache:
         """Return the cached result of ``function(*args, **kwargs)``, or call it and cache its result."""
         tensors: list[Tensor] = []
         try:
-            question: Hashable = (function, _looks(args, tensors), _looks(kwargs, tensors), surroundings())
+            question: Hashable = (function, _looks(args, tensors), _looks(kwargs, tensors), torch_modes())
         except _Unknown:
             return function(*args, **kwargs)
         times = self._times[question]
@@ -152,17 +152,17 @@ class InterStageCache:
         """Return a key that compares ``parts`` with other steps, and the fake tensors in them; None if impossible."""
         tensors: list[Tensor] = []
         try:
-            return (_looks(parts, tensors), surroundings()), tensors
+            return (_looks(parts, tensors), torch_modes()), tensors
         except _Unknown:
             return None
 
 
-def is_changed(lent: Tensor) -> bool:
+def is_changed(fake: Tensor) -> bool:
     """Return True if the tensor was changed in place since it was made, or its requires_grad was set."""
-    return bool(lent._version) or lent.requires_grad != (lent.grad_fn is not None)
+    return bool(fake._version) or fake.requires_grad != (fake.grad_fn is not None)
 
 
-def surroundings() -> Hashable:
+def torch_modes() -> Hashable:
     """Return the global state that an operation's result depends on: grad mode, default dtype, autocast."""
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return torch.is_grad_enabled(), torch.get_default_dtype(), *casts

@@ -54,15 +54,15 @@ class PlaceholderPool:
                 result = self._known[look] = lend(make(like))
             return result
 
-    def settle(self) -> None:
+    def drop_changed(self) -> None:
         """Drop, at the end of a pass, fake tensors that user code changed in place.
 
         Such a tensor would keep alive the tensors that were written into it.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for look in self._out:
-                lent = self._known.get(look)
-                if lent is not None and is_changed(lent):
+                fake = self._known.get(look)
+                if fake is not None and is_changed(fake):
                     del self._known[look]
 
 

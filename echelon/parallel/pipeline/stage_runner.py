@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.base.errors import UsageError
-from echelon.parallel.pipeline.inter_stage_cache import MOST_KNOWN, InterStageCache, surroundings
+from echelon.parallel.pipeline.inter_stage_cache import MOST_KNOWN, InterStageCache, torch_modes
 from echelon.parallel.pipeline.placeholder_pool import PlaceholderPool, fresh_placeholder
 from echelon.parallel.tensor.lazy_activation import whole
 from echelon.plan.fake_forward import allow_real_tensors, fake_forward, is_placeholder, placeholder
@@ -299,7 +299,7 @@ class _Pass:
                 raise _other_way(f"stage {self._plan.stage}") from None
             result = None  # only code of later stages was left, and it reads values of fake tensors
         finally:
-            self._placeholders.settle()
+            self._placeholders.drop_changed()
         self._refuse_changes()
         return result
 
@@ -384,7 +384,7 @@ class _ShapeForecast:
 
     def _forecast(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlattenedTree:
         given = take_apart((args, kwargs))
-        key = (name, module.training, surroundings(), given.pattern, *map(_looks, given.leaves))
+        key = (name, module.training, torch_modes(), given.pattern, *map(_looks, given.leaves))
         try:
             if key in self._known:
                 return self._known[key]
@@ -402,8 +402,8 @@ class _ShapeForecast:
 def _bare(output: FlattenedTree) -> FlattenedTree:
     """Return the output with new fake tensors: the autograd graph of the given ones keeps tensors of a pass alive."""
     again = take_apart(output.together(placeholder(x) if isinstance(x, Tensor) else x for x in output.leaves))
-    lent = [fresh_placeholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
-    return FlattenedTree(lent, again.pattern, again.together)
+    fakes = [fresh_placeholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in again.leaves]
+    return FlattenedTree(fakes, again.pattern, again.together)
 
 
 def _looks(leaf: Any) -> Hashable:

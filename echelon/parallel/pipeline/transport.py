@@ -208,7 +208,7 @@ class PipelineExchange:
         work = self._links.send(buffer, receiver, self._route.tag(message, header=header))
         self._sent[receiver].append(_PendingSend(message, work, buffer))
 
-    def _settle(self, arrived: StageMessage) -> None:
+    def _release_sends(self, arrived: StageMessage) -> None:
         """Release sends that the sender of ``arrived`` must have received before it sent that message."""
         peer, done = self._route.sender(arrived), self._route.sent_at[arrived]
         still = []
@@ -258,7 +258,7 @@ class PipelineExchange:
             return None
         with waiting(_receiving(message), message, self._links.name(self._route.sender(message))):
             buffer = arrival.wait()
-        self._settle(message)
+        self._release_sends(message)
         return buffer
 
     def _may_begin(self, message: StageMessage) -> bool:

@@ -51,7 +51,7 @@ class HeadParallelAttention(nn.MultiheadAttention):
         (q, k, v), rows = self._projected(query, key, value, single)
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(attn_mask, key_padding_mask, q, rows)
-        context, weights = self._attend(q, k, v, mask, causal, need_weights)
+        context, weights = self._attention(q, k, v, mask, causal, need_weights)
         out = self._leave(context, rows, single)
         return out, self._shown(weights, rows, average_attn_weights, single) if weights is not None else None
 
@@ -79,7 +79,7 @@ class HeadParallelAttention(nn.MultiheadAttention):
             x = x.transpose(0, 1)
         return x.view(*x.shape[:2], self.heads[self.axis.rank], self.head_dim).transpose(1, 2)
 
-    def _attend(
+    def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         drop = self.dropout if self.training else 0.0

@@ -183,11 +183,11 @@ def _layouts(model: nn.Module, pieces: list[SplitSpec], names: Mapping[int, str]
                 )
             owner = piece.module.get_submodule(inner.rpartition(".")[0])
             owners.setdefault(id(piece.module.get_parameter(inner)), set()).add(id(owner))
-    _refuse_strangers(model, owners, names)
+    _refuse_half_split(model, owners, names)
     return layouts
 
 
-def _refuse_strangers(model: nn.Module, owners: Mapping[int, set[int]], names: Mapping[int, str]) -> None:
+def _refuse_half_split(model: nn.Module, owners: Mapping[int, set[int]], names: Mapping[int, str]) -> None:
     """Raise UsageError if a tied weight is split in some of its modules, but not in all."""
     for name, module in model.named_modules():
         for parameter in module._parameters.values():

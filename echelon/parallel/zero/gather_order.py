@@ -107,10 +107,10 @@ class GatherOrder:
         A unit that the first rank did not need is inserted after its predecessor in the old order.
         """
         self._learned.add(kind)
-        length = self._exchange.tell(torch.tensor([len(self._needed)], device=self._device))
+        length = self._exchange.from_first(torch.tensor([len(self._needed)], device=self._device))
         numbers = torch.zeros(int(length), dtype=torch.int64, device=self._device)
         numbers[: len(self._needed)] = torch.tensor(self._needed, device=self._device)[: len(numbers)]
-        order = [self._units[number] for number in self._exchange.tell(numbers).tolist()]
+        order = [self._units[number] for number in self._exchange.from_first(numbers).tolist()]
         for before, unit in zip([None, *self._orders[kind]], self._orders[kind], strict=False):
             if unit not in order:
                 order.insert(order.index(before) + 1 if before else 0, unit)

@@ -88,7 +88,7 @@ class ParamGatherer:
         self._calls: list[_ModuleCall] = []
         self._in_use: dict[ShardUnit, _UnitUse] = {}
         self._backwards = 0
-        self._asked: list[_UnitUse] = []  # uses whose unit is held by this backward
+        self._uses: list[_UnitUse] = []  # uses whose unit is held by this backward
         self._held_until: dict[ShardUnit, set[int]] = {}  # gradients until which this backward holds a unit
         self.active = True
         self.present, self.most = 0, 0  #: bytes of unsharded parameters now, and their maximum so far
@@ -237,7 +237,7 @@ class ParamGatherer:
         if isinstance(kept, Tensor):
             return kept
         if isinstance(kept, _SavedWeight):
-            return self._asked_for(kept)
+            return self._unsharded(kept)
         tensor, version = kept
         if tensor._version != version:  # torch does not check this itself for hooked tensors
             raise RuntimeError(
@@ -246,7 +246,7 @@ class ParamGatherer:
             )
         return tensor  # type: ignore[no-any-return]
 
-    def _asked_for(self, note: _SavedWeight) -> Tensor:
+    def _unsharded(self, note: _SavedWeight) -> Tensor:
         if note.shard._version != note.version:
             raise UsageError("a weight changed between forward and backward; call backward before the optimizer's step")
         self._begin_backward()
@@ -256,12 +256,12 @@ class ParamGatherer:
         if not use.holding:
             self.hold(use.unit)
             use.holding = True
-            self._asked.append(use)
+            self._uses.append(use)
         whole = note.parameter.detach().to(note.dtype)
         wanted = whole.as_strided(note.size, note.stride, note.offset)
         use.left -= 1
         if use.left <= 0:
-            self._asked.remove(use)
+            self._uses.remove(use)
             use.holding = False
             self.release(use.unit)
         return wanted
@@ -305,12 +305,12 @@ class ParamGatherer:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self, complete: bool = True) -> None:
-        for use in self._asked:
+        for use in self._uses:
             use.holding = False
             self.release(use.unit)
         for unit in self._held_until:
             self.release(unit)
-        self._asked, self._held_until = [], {}
+        self._uses, self._held_until = [], {}
         self.passes.end(complete)
 
 

@@ -99,7 +99,7 @@ class ShardCollectives:
         work = _all_gather(received.view(-1), line, group=self._gathering, async_op=True)
         return lambda: wait_for(work, received, wait)
 
-    def tell(self, numbers: Tensor) -> Tensor:
+    def from_first(self, numbers: Tensor) -> Tensor:
         """Broadcast ``numbers`` from the first rank of the group, in place, and return them."""
         if self._gathering is not None:
             with waiting("order of gathers", "", self._gathering):

@@ -97,7 +97,7 @@ class ParameterServerProcess:
                 if self.shard.superseded:
                     raise CheckpointError(self.shard.superseded)
                 self._arrivals.check()
-                self._figures.look()
+                self._figures.write_if_due()
         except EchelonError as error:
             self._reason = str(error)
             self._tell_reason()

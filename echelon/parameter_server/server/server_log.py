@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from echelon.base.poll_interval import PollInterval
 from echelon.base.process_info import process_memory
 from echelon.observability.runlog.log_files import JsonLinesFile, launcher_run_directory, server_file
 
@@ -26,22 +27,20 @@ class ServerLog:
         directory = launcher_run_directory()
         self._lines = None if directory is None else JsonLinesFile(directory / server_file(server))
         self._shard, self._traffic = shard, traffic
-        self._looked = 0.0
+        self._interval = PollInterval(PERIOD)
         self._before: dict[str, Any] = {}
 
-    def look(self, last: bool = False) -> None:
+    def write_if_due(self, last: bool = False) -> None:
         """Write a line if a second has passed and a figure has changed since the line before; ``last``: do not wait."""
-        now = time.monotonic()
-        if self._lines is None or not self._shard.opened or (not last and now - self._looked < PERIOD):
+        if self._lines is None or not self._shard.opened or not (last or self._interval.due()):
             return
-        self._looked = now
         figures = self._figures()
         if figures != self._before:
             self._before = figures
             self._lines.write({"time": time.time(), **figures, "memory": process_memory()[0]})
 
     def close(self) -> None:
-        self.look(last=True)
+        self.write_if_due(last=True)
         if self._lines is not None:
             self._lines.close()
 

@@ -21,6 +21,7 @@ from echelon.base.accept_loop import AcceptLoop
 from echelon.base.endpoints import split_endpoint
 from echelon.base.errors import EchelonError, PeerLost, UsageError
 from echelon.base.job_secret import PATIENCE, REFUSED, HandshakeError, calleds_proof
+from echelon.base.poll_interval import PollInterval
 from echelon.base.security import OPEN, Security
 from echelon.parameter_server.protocol import message_wire
 from echelon.parameter_server.protocol.byte_stream import ByteStream, TlsStream
@@ -54,7 +55,7 @@ class ServerPort:
         except OSError as error:
             raise UsageError(f"cannot listen on {endpoint} ({one_line(error)}); use a free port of this host") from None
         self._lock = threading.Lock()
-        self._refused, self._logged_at = 0, 0.0
+        self._refused, self._warning_interval = 0, PollInterval(10.0)
         self.streams = 0  #: number of open streams
         self._in = self._out = 0
         self.endpoint = f"{host}:{listener.getsockname()[1]}"
@@ -114,8 +115,7 @@ class ServerPort:
         """Count callers with a wrong token; they are logged at most every 10 s."""
         with self._lock:
             self._refused += has_wrong_token
-            if has_wrong_token and time.monotonic() - self._logged_at > 10:
-                self._logged_at = time.monotonic()
+            if has_wrong_token and self._warning_interval.due():
                 log.warning("calls without the right token so far: %d", self._refused)
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ class WorkerArrivals:
         if not self._shard.opened:
             if waited > patience:
                 raise PeerLost.never_came(f"{self._me} has waited {patience:g} s {self._end_unopened()}")
-            self._notice.look(self._awaited_unopened())
+            self._notice.poll(self._awaited_unopened())
             return
         missing = self._missing()
         if missing and waited > patience:
@@ -46,7 +46,7 @@ class WorkerArrivals:
             raise PeerLost.never_came(
                 f"{self._me} has waited {patience:g} s for {name_ranks(set(missing), 'worker')}; {end}"
             )
-        self._notice.look(_to_come(missing))
+        self._notice.poll(_to_come(missing))
         self._check_silence()
 
     def _check_silence(self) -> None:

@@ -100,8 +100,8 @@ class ServerConnections:
         if answer.get("ending"):
             link = next(link for link in self.links if link.endpoint == endpoint)
             link.give_up(PeerLost(str(answer["ending"])))
-        self._missing.look(str(answer.get("missing") or ""))
-        self._begin.look(str(answer.get("unbegun") or ""))
+        self._missing.poll(str(answer.get("missing") or ""))
+        self._begin.poll(str(answer.get("unbegun") or ""))
 
     def close(self) -> None:
         """Stop the heartbeats; the client that uses the channels closes them."""

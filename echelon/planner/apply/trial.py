@@ -148,8 +148,8 @@ def find_quickest_plan(
         say("auto: there is no script to run again for trials here; the plan is the one predicted to be quickest")
         return plans[0]
     say(f"auto: trying {len(plans)} plans, one after another, in processes of their own")
-    with _out_of_the_way(model, world), _TrialRunner(world, script) as crew:
-        outcomes = [crew.tried(plan) for plan in plans]
+    with _out_of_the_way(model, world), _TrialRunner(world, script) as runner:
+        outcomes = [runner.tried(plan) for plan in plans]
     for plan, outcome in zip(plans, outcomes, strict=True):
         say(f"auto: tried {plan.draft}: {_in_words(plan, outcome)}")
     timed = [(outcome.seconds, at) for at, outcome in enumerate(outcomes) if outcome.seconds is not None]
@@ -220,9 +220,9 @@ class _TrialRunner:
         world = self._world
         if world.control is None:
             return None
-        return TCPStore(*self._meeting_place(), is_master=False, wait_for_workers=False)
+        return TCPStore(*self._store_endpoint(), is_master=False, wait_for_workers=False)
 
-    def _meeting_place(self) -> tuple[str, int]:
+    def _store_endpoint(self) -> tuple[str, int]:
         """Return the host and port at which this rank and its child reach a new store, which rank 0 serves."""
         port = 0
         if self._world.rank == 0:
@@ -242,7 +242,7 @@ class _TrialRunner:
         try:
             outcome = self._watched(self._start(place, environment), place, _patience(plan))
         except OSError as error:  # other ranks wait for this rank's outcome
-            outcome = self._tell(TrialOutcome(None, f"could not be started: {error.strerror}"))
+            outcome = self._failed(TrialOutcome(None, f"could not be started: {error.strerror}"))
         if self._world.control is None:
             return outcome
         others = [TrialOutcome(*found) for found in gather_json(list(outcome), self._world.control)]
@@ -264,7 +264,7 @@ class _TrialRunner:
 
     def _environment(self, place: Path, task: Path) -> dict[str, str]:
         where = self._world.place
-        address, port = self._meeting_place()
+        address, port = self._store_endpoint()
         job = {
             "RANK": where.rank,
             "WORLD_SIZE": where.world_size,
@@ -291,7 +291,7 @@ class _TrialRunner:
         try:
             while child.poll() is None:
                 if time.monotonic() > deadline:
-                    return self._tell(TrialOutcome(None, f"not finished after {patience:.0f} s"))
+                    return self._failed(TrialOutcome(None, f"not finished after {patience:.0f} s"))
                 if self._store is not None and self._store.check([f"{_FAILED}/{self._round}"]):
                     return TrialOutcome(None, _FAILED)
                 time.sleep(LOOK)
@@ -309,9 +309,11 @@ class _TrialRunner:
         said = " ".join(str(end.get("message") or "").split())[:160]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         kind = end.get("kind") or ""
-        return self._tell(TrialOutcome(None, f"{kind}: {said}" if kind else how), secondary=bool(end.get("secondary")))
+        return self._failed(
+            TrialOutcome(None, f"{kind}: {said}" if kind else how), secondary=bool(end.get("secondary"))
+        )
 
-    def _tell(self, outcome: TrialOutcome, secondary: bool = False) -> TrialOutcome:
+    def _failed(self, outcome: TrialOutcome, secondary: bool = False) -> TrialOutcome:
         if self._store is not None:
             self._store.set(f"{_FAILED}/{self._round}", "1")
         return TrialOutcome(None, _FAILED) if secondary else outcome

@@ -151,11 +151,11 @@ class Link:
 
     def faster(self, times: float, latency: float = 1.0) -> Link:
         """Return a copy with ``times`` the bandwidth and ``latency`` times the latency."""
-        tables = {key: _quickened(curve, times, latency) for key, curve in self.tables.items()}
+        tables = {key: _faster(curve, times, latency) for key, curve in self.tables.items()}
         return replace(self, bandwidth=self.bandwidth * times, latency=self.latency * latency, tables=tables)
 
 
-def _quickened(curve: Curve, times: float, latency: float) -> Curve:
+def _faster(curve: Curve, times: float, latency: float) -> Curve:
     """Scale a measured curve: the smallest message's time counts as latency, additional time as bandwidth."""
     start = curve[0][1]
     return tuple((size, start * latency + max(0.0, seconds - start) / times) for size, seconds in curve)

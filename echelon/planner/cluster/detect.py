@@ -77,9 +77,9 @@ def gpu_kind(index: int) -> DeviceSpec:
     """
     import torch
 
-    facts = torch.cuda.get_device_properties(index)
-    kind = find_kind(facts.name) or _rough(facts.name, facts.multi_processor_count)
-    return replace(kind, device=_found(kind.device, memory=facts.total_memory - RESERVE))
+    properties = torch.cuda.get_device_properties(index)
+    kind = find_kind(properties.name) or _rough(properties.name, properties.multi_processor_count)
+    return replace(kind, device=_found(kind.device, memory=properties.total_memory - RESERVE))
 
 
 def _rough(name: str, multiprocessors: int) -> DeviceSpec:

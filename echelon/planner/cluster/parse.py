@@ -37,9 +37,9 @@ class DeviceResolver:
         if device is None:
             kind = known or kind_named(name, where)
             return self.measured.on(kind) if self.measured else kind
-        surroundings = known or find_kind("A100")
-        assert surroundings is not None
-        return replace(surroundings, device=device)
+        like = known or find_kind("A100")
+        assert like is not None
+        return replace(like, device=device)
 
 
 def parse(text: str | Path, bench: str | Path | Literal[False] | None) -> Cluster:

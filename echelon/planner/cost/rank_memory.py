@@ -107,17 +107,17 @@ def find_peak_moments(
     sheet = compiled_view(profile, draft.compile).sheet(samples_of(draft), draft.split, draft.amp)
     room = (WORKSPACE if place == "cuda" else 0.0) if workspace is None else workspace
     applied = max(min(unit.largest_weight / 4, unit.trained) for unit in sheet.units) if low_memory else 0.0
-    facts = RankMemoryInputs(draft, system, optimizer, place, room, merge, applied)
+    inputs = RankMemoryInputs(draft, system, optimizer, place, room, merge, applied)
     edges = (0, *draft.cuts, len(sheet.units))
     found = []
     for rank in range(draft.stage) if ranks is None else ranks:
         own = range(rank, draft.stages, draft.stage)
-        stages = [stage(sheet, edges[at], edges[at + 1], facts.terms(at)) for at in own]
+        stages = [stage(sheet, edges[at], edges[at + 1], inputs.terms(at)) for at in own]
         spans = [(edges[at], edges[at + 1]) for at in own]
         limit = limits if isinstance(limits, int | float) else limits[rank] if limits else 0.0
         firsts = [first for first, _ in spans]
         found.append(
-            _RankMoments(facts, stages, _twice(profile, sheet, spans), _batch(sheet, draft), firsts).fullest(
+            _RankMoments(inputs, stages, _twice(profile, sheet, spans), _batch(sheet, draft), firsts).fullest(
                 rank, limit
             )
         )
@@ -202,29 +202,29 @@ class _RankMoments:
     """Memory of one rank at every kind of moment."""
 
     def __init__(
-        self, facts: RankMemoryInputs, stages: Sequence[StageMemory], twice: float, batch: float, firsts: Sequence[int]
+        self, inputs: RankMemoryInputs, stages: Sequence[StageMemory], twice: float, batch: float, firsts: Sequence[int]
     ) -> None:
-        self._facts = facts
+        self._inputs = inputs
         self._stages = stages
         self._batch = batch
         self._firsts = firsts
-        draft, system = facts.draft, facts.system
+        draft, system = inputs.draft, inputs.system
         trained = sum(one.trained for one in stages) - twice
         held_here = sum(one.weight_bytes for one in stages) / 4 - twice
-        self._weights = held_here * system.weight_bytes(draft.amp) / (facts.sharing if draft.shard == 3 else 1)
-        if facts.applied:  # low_memory narrows only trained weights
+        self._weights = held_here * system.weight_bytes(draft.amp) / (inputs.sharing if draft.shard == 3 else 1)
+        if inputs.applied:  # low_memory narrows only trained weights
             self._weights = held_here * system.weights - trained * (system.weights - system.amp_weights)
         self._gradients = trained * system.gradient_bytes(draft.amp)
-        self._state = trained * system.state_bytes(facts.optimizer) / facts.sharing
+        self._state = trained * system.state_bytes(inputs.optimizer) / inputs.sharing
         self._trained = trained
-        self._buffers = sum(one.buffers for one in stages) + batch + facts.workspace
+        self._buffers = sum(one.buffers for one in stages) + batch + inputs.workspace
         self._exchange = self._standing_exchange()
         self._kept = [(one.held + one.output + one.sent_on + one.unsaved, one.waiting) for one in stages]
 
     def _standing_exchange(self) -> float:
         """Return the bytes of persistent message buffers and copies."""
-        draft, entries = self._facts.draft, self._trained
-        wire = entries * (4 + 6 / draft.replicate) if draft.comm_dtype and self._facts.reduced else 0.0
+        draft, entries = self._inputs.draft, self._trained
+        wire = entries * (4 + 6 / draft.replicate) if draft.comm_dtype and self._inputs.reduced else 0.0
         residual = RESIDUAL * entries if draft.approximate == "dgc" else 0.0
         anchor = self._weights if draft.approximate == "localsgd" and draft.replicate > 1 else 0.0
         return wire + residual + anchor
@@ -236,21 +236,21 @@ class _RankMoments:
 
     def _completed(self, held: PredictedMemory) -> PredictedMemory:
         """Add the gradients of earlier merged batches, or the gradient that low_memory applies."""
-        facts, entries = self._facts, self._facts.applied
+        inputs, entries = self._inputs, self._inputs.applied
         if entries:
-            temporary = LOW_MEMORY_ON_CPU * min(entries, AT_ONCE) if facts.place == "cpu" else 0.0
-            sums = (UPDATES_UNDER_WAY + 1) * 4 * entries if facts.draft.replicate > 1 else 0.0  # in fp32
+            temporary = LOW_MEMORY_ON_CPU * min(entries, AT_ONCE) if inputs.place == "cpu" else 0.0
+            sums = (UPDATES_UNDER_WAY + 1) * 4 * entries if inputs.draft.replicate > 1 else 0.0  # in fp32
             return replace(
                 held, gradients=2 * entries, transient=held.transient + temporary, exchange=held.exchange + sums
             )
-        if facts.merge == 1:
+        if inputs.merge == 1:
             return held
-        if facts.draft.shard > 1:
+        if inputs.draft.shard > 1:
             return replace(held, gradients=held.gradients + self._stale())
         return replace(held, gradients=max(held.gradients, self._gradients))
 
     def _moments(self, rank: int, limit: float) -> Iterator[PeakMoment]:
-        draft = self._facts.draft
+        draft = self._inputs.draft
         if draft.stage == 1 and draft.chunks == 1:
             found = one_after_another(draft.micro_batches)
         else:
@@ -292,7 +292,7 @@ class _RankMoments:
 
     def _pass(self, moment: ScheduleMoment, one: StageMemory) -> tuple[PassPeak, float]:
         """Return the peak of the pass that runs, and the bytes of gradients that existed before it."""
-        alone = self._facts.passes == 1 and len(self._stages) == 1 and self._facts.draft.stage == 1
+        alone = self._inputs.passes == 1 and len(self._stages) == 1 and self._inputs.draft.stage == 1
         before = self._made(moment)
         if moment.kind == "F":
             return one.forward, self._stale() if alone else before
@@ -306,7 +306,7 @@ class _RankMoments:
 
     def _messages(self, moment: ScheduleMoment, one: StageMemory) -> float:
         """Return the bytes of pipeline messages: posted receives, the action's own message, and sent gradients."""
-        if self._facts.draft.stage == 1:
+        if self._inputs.draft.stage == 1:
             return 0.0
         expected = moment.coming * one.received + moment.returning * one.sent_on
         # Forward makes a message. In backward, the last unit's output has a gradient, and so has ``unsaved``.
@@ -315,20 +315,20 @@ class _RankMoments:
     def _closing(self, limit: float) -> PredictedMemory:
         """Return the memory at the end of the last backward, when the remaining gradients are sent."""
         peaks = [one.closing for one in self._stages]
-        if self._facts.passes > 1 and not self._facts.sharing > 1:
+        if self._inputs.passes > 1 and not self._inputs.sharing > 1:
             return self._memory(limit, gradients=self._rows() + self._gradients)
         total, gradients = (sum(getattr(peak, part) for peak in peaks) for part in ("total", "gradients"))
         return self._memory(limit, gradients=self._rows() + gradients, exchange=total - gradients)
 
     def _update(self, limit: float) -> PredictedMemory:
-        facts, share = self._facts, self._facts.sharing
-        if facts.place == "cuda":
-            transient = FOREACH.get(facts.optimizer, 1.0) * self._gradients / share
+        inputs, share = self._inputs, self._inputs.sharing
+        if inputs.place == "cuda":
+            transient = FOREACH.get(inputs.optimizer, 1.0) * self._gradients / share
         else:
-            transient = SINGLE.get(facts.optimizer, 2.0) * max(one.largest for one in self._stages) / share
+            transient = SINGLE.get(inputs.optimizer, 2.0) * max(one.largest for one in self._stages) / share
         handing_round = 0.0
-        if facts.draft.shard in (1, 2) and share > 1:
-            travelling = min(self._gradients, (UNDER_WAY + 1) * facts.system.bucket)
+        if inputs.draft.shard in (1, 2) and share > 1:
+            travelling = min(self._gradients, (UNDER_WAY + 1) * inputs.system.bucket)
             handing_round = travelling * (1 + 1 / share)
         larger = handing_round > transient  # the update and the all-gather run in sequence, so the larger one counts
         return self._memory(
@@ -342,15 +342,15 @@ class _RankMoments:
 
     def _rows(self) -> float:
         """Return the bytes of persistent buckets."""
-        return self._gradients if self._facts.reduced else 0.0
+        return self._gradients if self._inputs.reduced else 0.0
 
     def _stale(self) -> float:
         """Return the bytes of gradients between two steps."""
-        return self._gradients / self._facts.sharing
+        return self._gradients / self._inputs.sharing
 
     def _made(self, moment: ScheduleMoment) -> float:
         """Return the bytes of buckets and of full gradients of the stages that have had a backward in this step."""
-        width = self._facts.system.gradient_bytes(self._facts.draft.amp)
+        width = self._inputs.system.gradient_bytes(self._inputs.draft.amp)
         made = sum(one.trained for one, is_made in zip(self._stages, moment.made, strict=True) if is_made)
         return self._rows() + made * width
 

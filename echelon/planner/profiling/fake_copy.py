@@ -161,10 +161,10 @@ def _frozen(value: Any) -> Any:
 
 def _shapes(part: nn.Module) -> tuple[Any, ...]:
     tensors = (*part._parameters.values(), *part._buffers.values())
-    return tuple(None if value is None else facts_of(value) for value in tensors)
+    return tuple(None if value is None else describe_leaf(value) for value in tensors)
 
 
-def facts_of(leaf: Any) -> Any:
+def describe_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
     return repr(leaf)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from echelon.plan.fake_forward import placeholder_mode, preserve_rng_state
 from echelon.plan.module_calls import call_unintercepted, intercept_module_calls
 from echelon.plan.pytree import FlattenedTree, take_apart
-from echelon.planner.profiling.fake_copy import FakeModel, facts_of
+from echelon.planner.profiling.fake_copy import FakeModel, describe_leaf
 from echelon.planner.profiling.gpu_dispatch import GpuDispatchMode
 from echelon.planner.profiling.kernel_costs import tensor_bytes
 from echelon.planner.profiling.op_tracer import OpSpan, OpTracer
@@ -161,7 +161,7 @@ class _Listener:
             given = take_apart((args, kwargs))
             tensors = [leaf for leaf in given.leaves if isinstance(leaf, Tensor)]
             call = self._entered(name, tensors)
-            key = (self._shadow.key(name), given.pattern, tuple(map(facts_of, given.leaves)), _same(call.inputs))
+            key = (self._shadow.key(name), given.pattern, tuple(map(describe_leaf, given.leaves)), _same(call.inputs))
             call.like = self._known.get(key)
             if call.like is not None:
                 output = self._as_before(call.like, tensors)

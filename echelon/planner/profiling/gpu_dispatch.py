@@ -50,7 +50,7 @@ class GpuDispatchMode(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             args, kwargs = (*args[:4], *[0.0] * (len(args) > 4), *args[5:]), {**kwargs, **_without_dropout(kwargs)}
         if name == "multi_head_attention_forward":
-            args, kwargs = _attend_without_dropout(args, kwargs)
+            args, kwargs = _attention_without_dropout(args, kwargs)
         if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_widened, (args, kwargs))
         return func(*args, **kwargs)
@@ -85,7 +85,7 @@ def _without_dropout(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
 
 
-def _attend_without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _attention_without_dropout(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Remove dropout from the arguments if a fused kernel is used; with ``need_weights``, torch has none."""
     if kwargs.get("need_weights", True):
         return args, kwargs

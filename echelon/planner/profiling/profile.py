@@ -324,16 +324,16 @@ class _Measured:
         made: dict[Any, ModelUnit] = {}
         found = []
         for index in range(len(self.groups)):
-            facts = self._facts(index, at)
-            key = (index == 0, identity(self.passes[0], self.groups, index), *facts.items())
+            figures = self._figures(index, at)
+            key = (index == 0, identity(self.passes[0], self.groups, index), *figures.items())
             if key not in made:
-                facts |= figures_again(self.passes, self.groups, index, at)
+                figures |= figures_again(self.passes, self.groups, index, at)
                 name = self.passes[0].calls[self.groups[index][0]].name
-                made[key] = unit(name, self._spans[0][index], self._spans[1][index], at, facts)
+                made[key] = unit(name, self._spans[0][index], self._spans[1][index], at, figures)
             found.append(made[key])
         return tuple(found)
 
-    def _facts(self, index: int, at: float) -> dict[str, float]:
+    def _figures(self, index: int, at: float) -> dict[str, float]:
         held, few, many = self._held[index], self._carried[0][index], self._carried[1][index]
         values = held.parameters.values()
         sizes = [value.numel() * value.element_size() for value in values]

@@ -279,7 +279,7 @@ def _same_steps(one: OpSpan, other: OpSpan) -> bool:
     return kinds and signs and len(one.messages) == len(other.messages)
 
 
-def unit(name: str, small: UnitPassSpans, large: UnitPassSpans, at: float, facts: dict[str, float]) -> ModelUnit:
+def unit(name: str, small: UnitPassSpans, large: UnitPassSpans, at: float, figures: dict[str, float]) -> ModelUnit:
     """Return the unit's costs, interpolated: ``at`` 0 gives those of ``small``, 1 those of ``large``."""
     return ModelUnit(
         name=name,
@@ -288,7 +288,7 @@ def unit(name: str, small: UnitPassSpans, large: UnitPassSpans, at: float, facts
         again=_pass(small.forward[1::2], large.forward[1::2], at),  # the other spans are user code or the loss
         forward_peak=_peak(small.forward, large.forward, at, set()),
         backward_peak=_peak(small.backward, large.backward, at, small.gradients),
-        **facts,
+        **figures,
     )
 
 

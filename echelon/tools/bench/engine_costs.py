@@ -52,9 +52,10 @@ def engine_rows(world: World, quick: bool) -> list[Row]:
         ways["split"] = Draft(batch=ROWS, split=world.size)
     steps = STEPS // 4 if quick else STEPS
     units = sum(unit.weights > 0 for unit in result.sheet(4).units)
-    facts = {"kernels": kernels, "units": units, "messages": _messages(result, world.size)}
+    counts = {"kernels": kernels, "units": units, "messages": _messages(result, world.size)}
     return [
-        {"what": what, **facts, "seconds": _seconds(world, result, draft, batch, steps)} for what, draft in ways.items()
+        {"what": what, **counts, "seconds": _seconds(world, result, draft, batch, steps)}
+        for what, draft in ways.items()
     ]
 
 

@@ -58,11 +58,11 @@ def measure(world: World, quick: bool) -> Rows:
         _together(world)
         if at_work:
             rows[name] = part()
-        _tell(world, f"{name}: {_words(rows.get(name, []))}", start)
+        _report(world, f"{name}: {_words(rows.get(name, []))}", start)
     for name, part in _link_parts(world, quick) if world.size > 1 else []:
         _together(world)
         rows[name] = part()
-        _tell(world, f"{name} among up to {world.size} ranks ({world.backend})", start)
+        _report(world, f"{name} among up to {world.size} ranks ({world.backend})", start)
     return rows
 
 
@@ -128,7 +128,7 @@ def _words(rows: list[Row]) -> str:
     return ", ".join(words)
 
 
-def _tell(world: World, line: str, start: float) -> None:
+def _report(world: World, line: str, start: float) -> None:
     if world.rank == 0:
         print(f"echelon bench: {time.monotonic() - start:5.1f} s  {line}", file=sys.stderr, flush=True)
 

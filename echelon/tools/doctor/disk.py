@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.tools.doctor.facts import Facts
+from echelon.tools.doctor.host_details import Details
 
 _PIECE = 2**22
 #: Bytes written and read back, and number of small writes with fsync.
 _WHOLE, _SYNCS = 2**26, 12
 
 
-def room(directory: Path) -> Facts:
+def room(directory: Path) -> Details:
     """Return the free bytes and inodes. Raises ``OSError`` if a test file cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
     with _scratch(directory) as path:
@@ -30,7 +30,7 @@ def room(directory: Path) -> Facts:
     }
 
 
-def speeds(directory: Path) -> Facts:
+def speeds(directory: Path) -> Details:
     """Measure bytes/s of writing with a final fsync and of reading past the cache, and seconds of a small fsync."""
     with _scratch(directory) as path:
         start = time.perf_counter()
@@ -44,11 +44,11 @@ def speeds(directory: Path) -> Facts:
     return {"write": _WHOLE / written, "read": _WHOLE / read, "fsync": statistics.median(syncs)}
 
 
-def leave_mark(directory: Path, name: str) -> Facts:
+def leave_mark(directory: Path, name: str) -> Details:
     return {"bytes": (directory / name).write_text(name, encoding="utf-8")}
 
 
-def remove_mark(directory: Path, name: str) -> Facts:
+def remove_mark(directory: Path, name: str) -> Details:
     (directory / name).unlink(missing_ok=True)
     return {}
 

@@ -1,4 +1,4 @@
-"""Data of the doctor's report: the facts about a job, and the findings derived from them."""
+"""Data of the doctor's report: the details of a job, and the findings derived from them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echelon.base.network import Nic
-from echelon.tools.doctor.facts import FAILED, Facts
+from echelon.tools.doctor.host_details import FAILED, Details
 from echelon.tools.doctor.nics import GLOO, NCCL, HostNics, NicChoice
 
 
 @dataclass
 class DoctorReport:
-    """The facts about a job. Hosts are keyed by node rank, ranks by their global rank."""
+    """The details of a job. Hosts are keyed by node rank, ranks by their global rank."""
 
     world_size: int
     checkpoint: str | None
     quick: bool
     #: address (and interface) of the first host's store, as text
     store: str = ""
-    hosts: dict[int, Facts] = field(default_factory=dict)
-    ranks: dict[int, Facts] = field(default_factory=dict)
+    hosts: dict[int, Details] = field(default_factory=dict)
+    ranks: dict[int, Details] = field(default_factory=dict)
     #: by source host, target host and interface of the target: '' if reached, or the reason for failure
     knocks: dict[int, dict[int, dict[str, str]]] = field(default_factory=dict)
     #: all-reduce measurements over all ranks; or the reason why they ``failed`` or were ``left_out``
-    together: Facts = field(default_factory=dict)
-    pairs: list[Facts] = field(default_factory=list)
+    together: Details = field(default_factory=dict)
+    pairs: list[Details] = field(default_factory=list)
     when: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
 
     def name(self, node: int) -> str:
@@ -39,7 +39,7 @@ class DoctorReport:
         return name if len(alike) == 1 else f"{name}#{node}"
 
     def ranks_of(self, node: int) -> list[int]:
-        return sorted(rank for rank, facts in self.ranks.items() if facts["node"] == node)
+        return sorted(rank for rank, details in self.ranks.items() if details["node"] == node)
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -48,36 +48,36 @@ class DoctorReport:
     @property
     def used(self) -> list[str]:
         """The interface variables of the libraries that the job uses: Gloo always, NCCL if all ranks have a GPU."""
-        on_gpu = self.ranks and all(facts.get("device", "CPU") != "CPU" for facts in self.ranks.values())
+        on_gpu = self.ranks and all(details.get("device", "CPU") != "CPU" for details in self.ranks.values())
         return [GLOO, NCCL] if on_gpu else [GLOO]
 
     def nics_by_host(self) -> dict[int, HostNics]:
-        result = {node: host_nics(facts) for node, facts in self.hosts.items()}
+        result = {node: host_nics(details) for node, details in self.hosts.items()}
         return {node: HostNics(self.name(node), one.nics, one.choices) for node, one in result.items()}
 
-    def part(self, name: str) -> Iterator[tuple[int, Facts]]:
-        """Yield one named part of each host's facts, for the hosts whose check did not fail."""
+    def part(self, name: str) -> Iterator[tuple[int, Details]]:
+        """Yield one named part of each host's details, for the hosts whose check did not fail."""
         for node, host in self.hosts.items():
-            facts: Any = host.get(name)
-            if facts and FAILED not in facts:
-                yield node, facts
+            details: Any = host.get(name)
+            if details and FAILED not in details:
+                yield node, details
 
-    def between(self) -> dict[tuple[int, int], Facts]:
+    def between(self) -> dict[tuple[int, int], Details]:
         """Return the measured pairs of ranks on different hosts."""
         return {pair: row for pair, row in self._pairs() if self._node(pair[0]) != self._node(pair[1])}
 
-    def within(self) -> dict[tuple[int, int], Facts]:
+    def within(self) -> dict[tuple[int, int], Details]:
         return {pair: row for pair, row in self._pairs() if self._node(pair[0]) == self._node(pair[1])}
 
-    def _pairs(self) -> Iterator[tuple[tuple[int, int], Facts]]:
+    def _pairs(self) -> Iterator[tuple[tuple[int, int], Details]]:
         return (((row["ranks"][0], row["ranks"][1]), row) for row in self.pairs)
 
     def _node(self, rank: int) -> int:
         return int(self.ranks[rank]["node"])
 
 
-def host_nics(host: Facts) -> HostNics:
-    """Return the network interfaces of a host from its facts."""
+def host_nics(host: Details) -> HostNics:
+    """Return the network interfaces of a host from its details."""
     result = host["network"]
     return HostNics(
         name_of(host),
@@ -86,7 +86,7 @@ def host_nics(host: Facts) -> HostNics:
     )
 
 
-def name_of(host: Facts) -> str:
+def name_of(host: Details) -> str:
     return str(host["system"].get("name", "?"))
 
 

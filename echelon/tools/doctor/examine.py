@@ -22,8 +22,16 @@ from echelon.base.environment import DOCTOR_RESULT, RESTART_COUNT, RankInfo, det
 from echelon.base.errors import PeerLost
 from echelon.tools.doctor import disk
 from echelon.tools.doctor.doctor_report import DoctorReport
-from echelon.tools.doctor.facts import FAILED, Facts, device_facts, device_speeds, facts_of, host_facts, routes
 from echelon.tools.doctor.findings import findings, nic_findings
+from echelon.tools.doctor.host_details import (
+    FAILED,
+    Details,
+    device_details,
+    device_speeds,
+    host_details,
+    routes,
+    run_check,
+)
 from echelon.tools.doctor.nics import ProbeListeners, probe_hosts
 from echelon.tools.doctor.report_text import text_of
 from echelon.tools.doctor.store_messages import (
@@ -82,32 +90,32 @@ class Examination:
         """Run all checks and return the exit code: 1 on rank 0 if there are errors and no result file, else 0."""
         self._messages.put(f"rank/{self._place.rank}", self._describe())
         if self._leader:
-            self._look_at_host()
+            self._examine_host()
         self._measure_device()
         self._talk()
         if self._first:
             self._conclude()
         return self._end()
 
-    def _describe(self) -> Facts:
-        return {"node": self._node, **facts_of(partial(device_facts, self._place), DEVICE)}
+    def _describe(self) -> Details:
+        return {"node": self._node, **run_check(partial(device_details, self._place), DEVICE)}
 
     # ---- steps of a leader ----
 
-    def _look_at_host(self) -> None:
+    def _examine_host(self) -> None:
         report = self._report
-        facts = host_facts()
+        details = host_details()
         report.ranks = self._messages.gather("rank", range(self._place.world_size), START)
         doors = ProbeListeners(network.nics())
         self._messages.put(f"doors/{self._node}", doors.card)
         cards = self._messages.gather("doors", self._others, STEP)
         knocks = probe_hosts(cards)
-        facts["routes"] = facts_of(partial(self._routes, cards, knocks), STEP)
-        facts |= self._clock()
+        details["routes"] = run_check(partial(self._routes, cards, knocks), STEP)
+        details |= self._clock()
         if self._options.checkpoint is not None:
-            facts["disk"] = self._disk(Path(self._options.checkpoint))
+            details["disk"] = self._disk(Path(self._options.checkpoint))
         self._messages.put(f"knocks/{self._node}", knocks)
-        self._messages.put(f"host/{self._node}", facts)
+        self._messages.put(f"host/{self._node}", details)
         if self._first:
             report.hosts = self._messages.gather("host", self._nodes, STEP)
             said = self._messages.gather("knocks", self._nodes, STEP)
@@ -118,13 +126,13 @@ class Examination:
 
     @property
     def _nodes(self) -> list[int]:
-        return sorted({int(facts["node"]) for facts in self._report.ranks.values()})
+        return sorted({int(details["node"]) for details in self._report.ranks.values()})
 
     @property
     def _others(self) -> list[int]:
         return [node for node in self._nodes if node != self._node]
 
-    def _routes(self, cards: dict[int, Any], knocks: dict[int, dict[str, str]]) -> Facts:
+    def _routes(self, cards: dict[int, Any], knocks: dict[int, dict[str, str]]) -> Details:
         """Return the routes to each other host, at an address that this host reached, or else at the first address."""
         towards = {}
         for node, card in cards.items():
@@ -134,27 +142,27 @@ class Examination:
                 towards[node] = where[names[0]]
         return {str(node): way for node, way in routes(towards).items()}
 
-    def _clock(self) -> Facts:
+    def _clock(self) -> Details:
         if self._first:
             answer_clock_requests(self._messages, self._others)
             return {}
         return {"clock": measure_clock_offset(self._messages, self._node, STEP)}
 
-    def _disk(self, directory: Path) -> Facts:
-        result = facts_of(partial(disk.room, directory), DISK)
+    def _disk(self, directory: Path) -> Details:
+        result = run_check(partial(disk.room, directory), DISK)
         mark = f".echelon-doctor-mark-{self._place.master_port}"
         if self._first:
-            written = facts_of(partial(disk.leave_mark, directory, mark), DISK)
+            written = run_check(partial(disk.leave_mark, directory, mark), DISK)
             self._messages.put("mark", FAILED not in written)
         if self._messages.get("mark", STEP) and FAILED not in result:
-            result |= facts_of(lambda: {"shared": disk.sees_mark(directory, mark, SEEN)}, DISK)
+            result |= run_check(lambda: {"shared": disk.sees_mark(directory, mark, SEEN)}, DISK)
         self._messages.put(f"seen/{self._node}", True)
         if self._first:
             self._messages.gather("seen", self._nodes, STEP)
-            facts_of(partial(disk.remove_mark, directory, mark), DISK)
+            run_check(partial(disk.remove_mark, directory, mark), DISK)
         if self._options.quick or FAILED in result:
             return result
-        return result | facts_of(partial(disk.speeds, directory), DISK)
+        return result | run_check(partial(disk.speeds, directory), DISK)
 
     # ---- steps of every rank ----
 
@@ -162,10 +170,10 @@ class Examination:
         if self._options.quick:
             return
         self._messages.get("looked", WHOLE)  # all ranks measure at the same time, as in training
-        self._messages.put(f"speeds/{self._place.rank}", facts_of(partial(device_speeds, self._place), DEVICE))
+        self._messages.put(f"speeds/{self._place.rank}", run_check(partial(device_speeds, self._place), DEVICE))
         if self._first:
-            for rank, facts in self._messages.gather("speeds", self._report.ranks, DEVICE + STEP).items():
-                self._report.ranks[rank]["speeds"] = facts
+            for rank, details in self._messages.gather("speeds", self._report.ranks, DEVICE + STEP).items():
+                self._report.ranks[rank]["speeds"] = details
 
     def _talk(self) -> None:
         """Run the measurements through torch.distributed, unless they are known to hang."""
@@ -178,7 +186,7 @@ class Examination:
         from echelon.tools.doctor.rank_measurements import talk
 
         ranks_of = {int(node): ranks for node, ranks in agreed["ranks_of"].items()}
-        found = facts_of(partial(talk, ranks_of, JOIN, self._options.quick), JOIN + TALK)
+        found = run_check(partial(talk, ranks_of, JOIN, self._options.quick), JOIN + TALK)
         self._messages.put(f"talked/{self._place.rank}", found)
         if self._first:
             self._take(self._messages.gather("talked", self._report.ranks, STEP))
@@ -195,11 +203,11 @@ class Examination:
     def _ranks_of(self) -> dict[int, list[int]]:
         return {node: self._report.ranks_of(node) for node in self._nodes}
 
-    def _take(self, said: dict[int, Facts]) -> None:
+    def _take(self, said: dict[int, Details]) -> None:
         report = self._report
-        for facts in said.values():
-            report.pairs += facts.pop("pairs", [])
-        wrong = [f"rank {rank}: {facts[FAILED]}" for rank, facts in said.items() if FAILED in facts]
+        for details in said.values():
+            report.pairs += details.pop("pairs", [])
+        wrong = [f"rank {rank}: {details[FAILED]}" for rank, details in said.items() if FAILED in details]
         report.together = {FAILED: "; ".join(wrong[:2])} if wrong else said.get(0, {FAILED: "rank 0 has not ended"})
 
     # ---- end ----
@@ -238,7 +246,7 @@ def _where(place: RankInfo) -> str:
     return f"{place.master_addr}:{place.master_port}" + (f" on {carrier}" if carrier else "")
 
 
-def _write(path: Path, values: Facts) -> None:
+def _write(path: Path, values: Details) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         json.dump(values, file, indent=1)
         file.write("\n")

@@ -1,4 +1,4 @@
-"""Findings of the doctor: present and possible problems, derived from the facts, with advice.
+"""Findings of the doctor: present and possible problems, derived from the details, with advice.
 
 A wrong interface, which other hosts do not reach, is a common cause of a silent hang.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from echelon.base.environment import LOOPBACK
 from echelon.base.network import Nic
 from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport, listed
-from echelon.tools.doctor.facts import FAILED
+from echelon.tools.doctor.host_details import FAILED
 from echelon.tools.doctor.nics import REACHED, HostNics, NicChoice
 from echelon.tools.doctor.slowness import slow_findings
 
@@ -139,7 +139,7 @@ def _absent(report: DoctorReport) -> Iterator[DoctorFinding]:
             "reach; a firewall), or it hangs while importing torch: look at its log",
             wrong=True,
         )
-    for node in sorted({facts["node"] for facts in report.ranks.values()} - set(report.hosts)):
+    for node in sorted({details["node"] for details in report.ranks.values()} - set(report.hosts)):
         ranks = listed([str(rank) for rank in report.ranks_of(node)])
         yield DoctorFinding(
             f"the host of rank {ranks} did not end its checks in time; look at its disk and name service", True
@@ -148,13 +148,13 @@ def _absent(report: DoctorReport) -> Iterator[DoctorFinding]:
 
 def _failed_checks(report: DoctorReport) -> Iterator[DoctorFinding]:
     for node, host in report.hosts.items():
-        for name, facts in host.items():
-            if isinstance(facts, dict) and FAILED in facts:
+        for name, details in host.items():
+            if isinstance(details, dict) and FAILED in details:
                 yield DoctorFinding(
-                    f"host {report.name(node)}: the check of {name} failed: {facts[FAILED]}", name == "disk"
+                    f"host {report.name(node)}: the check of {name} failed: {details[FAILED]}", name == "disk"
                 )
-    for rank, facts in report.ranks.items():
-        for part in (facts, facts.get("speeds", {})):
+    for rank, details in report.ranks.items():
+        for part in (details, details.get("speeds", {})):
             if FAILED in part:
                 yield DoctorFinding(f"rank {rank}: the check of its device failed: {part[FAILED]}", wrong=True)
 
@@ -162,8 +162,8 @@ def _failed_checks(report: DoctorReport) -> Iterator[DoctorFinding]:
 def _versions(report: DoctorReport) -> Iterator[DoctorFinding]:
     for name, matters in _ALIKE.items():
         there: dict[str, list[str]] = {}
-        for node, facts in report.part("versions"):
-            there.setdefault(str(facts[name]), []).append(report.name(node))
+        for node, details in report.part("versions"):
+            there.setdefault(str(details[name]), []).append(report.name(node))
         if len(there) > 1:
             words = "; ".join(f"{version} on {listed(names)}" for version, names in sorted(there.items()))
             yield DoctorFinding(
@@ -172,30 +172,30 @@ def _versions(report: DoctorReport) -> Iterator[DoctorFinding]:
 
 
 def _unused_gpus(report: DoctorReport) -> Iterator[DoctorFinding]:
-    for node, facts in report.part("versions"):
-        if facts["driver"] and not facts["gpus"]:
+    for node, details in report.part("versions"):
+        if details["driver"] and not details["gpus"]:
             why = (
-                f"torch {facts['torch']} is built without CUDA; install a CUDA build"
-                if facts["cuda"] is None
-                else f"torch is built for CUDA {facts['cuda']}; is the driver too old for it, or CUDA_VISIBLE_DEVICES "
-                "empty, or the container started without --gpus all?"
+                f"torch {details['torch']} is built without CUDA; install a CUDA build"
+                if details["cuda"] is None
+                else f"torch is built for CUDA {details['cuda']}; is the driver too old for it, or "
+                "CUDA_VISIBLE_DEVICES empty, or the container started without --gpus all?"
             )
             yield DoctorFinding(
-                f"host {report.name(node)}: driver {facts['driver']} is there, but torch sees no GPU: {why}"
+                f"host {report.name(node)}: driver {details['driver']} is there, but torch sees no GPU: {why}"
             )
 
 
 def _processors(report: DoctorReport) -> Iterator[DoctorFinding]:
-    for node, facts in report.part("capacity"):
-        ranks, cores, name = report.ranks_of(node), facts["usable_cores"], report.name(node)
+    for node, details in report.part("capacity"):
+        ranks, cores, name = report.ranks_of(node), details["usable_cores"], report.name(node)
         on_cpu = all(report.ranks[rank].get("device") == "CPU" for rank in ranks)
         threads = sum(report.ranks[rank].get("threads", 1) for rank in ranks)
-        if facts["load"] > BUSY * cores and not report.quick:
+        if details["load"] > BUSY * cores and not report.quick:
             yield DoctorFinding(
-                f"host {name}: other processes are busy (load {facts['load']:.1f} on {cores} cores); speeds suffer"
+                f"host {name}: other processes are busy (load {details['load']:.1f} on {cores} cores); speeds suffer"
             )
-        if cores < facts["affinity"]:
-            words = f"host {name}: the container may use {cores} of {facts['affinity']} cores (its CPU quota)"
+        if cores < details["affinity"]:
+            words = f"host {name}: the container may use {cores} of {details['affinity']} cores (its CPU quota)"
             yield DoctorFinding(f"{words}; more threads than that are stopped for parts of every 100 ms")
         if len(ranks) > cores:
             yield DoctorFinding(f"host {name}: {len(ranks)} ranks share {cores} cores; start fewer (--procs)")
@@ -207,9 +207,9 @@ def _processors(report: DoctorReport) -> Iterator[DoctorFinding]:
 
 
 def _memory(report: DoctorReport) -> Iterator[DoctorFinding]:
-    for node, facts in report.part("capacity"):
+    for node, details in report.part("capacity"):
         name, ranks = report.name(node), max(1, len(report.ranks_of(node)))
-        shared = facts["shared_memory"]
+        shared = details["shared_memory"]
         if shared is None or shared < LEAST_SHARED:
             has = "is not there" if shared is None else f"has {shared / 2**20:.0f} MB"
             yield DoctorFinding(
@@ -217,23 +217,25 @@ def _memory(report: DoctorReport) -> Iterator[DoctorFinding]:
                 "a bus error when it is full: docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with "
                 "medium: Memory at /dev/shm"
             )
-        if facts["usable_memory"] / ranks < LEAST_MEMORY:
-            yield DoctorFinding(f"host {name}: {facts['usable_memory'] / GIB:.1f} GiB of memory for {ranks} ranks")
+        if details["usable_memory"] / ranks < LEAST_MEMORY:
+            yield DoctorFinding(f"host {name}: {details['usable_memory'] / GIB:.1f} GiB of memory for {ranks} ranks")
 
 
 def _limits(report: DoctorReport) -> Iterator[DoctorFinding]:
-    for node, facts in report.part("limits"):
+    for node, details in report.part("limits"):
         name, here = report.name(node), len(report.ranks_of(node))
         files, processes = 256 + 8 * report.world_size, 256 + 128 * here
-        if facts["nofile"] is not None and facts["nofile"] < files:
-            yield DoctorFinding(f"host {name}: ulimit -n is {facts['nofile']}; {report.world_size} ranks want {files}")
-        if facts["nproc"] is not None and facts["nproc"] < processes:
+        if details["nofile"] is not None and details["nofile"] < files:
             yield DoctorFinding(
-                f"host {name}: ulimit -u is {facts['nproc']}; {here} ranks want {processes}, with threads"
+                f"host {name}: ulimit -n is {details['nofile']}; {report.world_size} ranks want {files}"
             )
-        if facts["rdma"] and facts["memlock"] is not None:
+        if details["nproc"] is not None and details["nproc"] < processes:
             yield DoctorFinding(
-                f"host {name}: ulimit -l is {facts['memlock'] // 1024} KB, and {listed(facts['rdma'])} does RDMA, "
+                f"host {name}: ulimit -u is {details['nproc']}; {here} ranks want {processes}, with threads"
+            )
+        if details["rdma"] and details["memlock"] is not None:
+            yield DoctorFinding(
+                f"host {name}: ulimit -l is {details['memlock'] // 1024} KB, and {listed(details['rdma'])} does RDMA, "
                 "which locks its buffers in memory: ulimit -l unlimited (docker run --ulimit memlock=-1)"
             )
 
@@ -242,8 +244,8 @@ def _names(report: DoctorReport) -> Iterator[DoctorFinding]:
     """Check host names. The address of a host's own name matters to processes not started by ``echelon run``."""
     if len(report.hosts) < 2:
         return
-    for node, facts in report.part("network"):
-        name, own = report.name(node), facts["own_address"]
+    for node, details in report.part("network"):
+        name, own = report.name(node), details["own_address"]
         if own is None:
             yield DoctorFinding(f"host {name}: its own name has no address; write it into /etc/hosts")
         elif own.startswith("127.") and not _all_on_loopback(report):
@@ -254,8 +256,8 @@ def _names(report: DoctorReport) -> Iterator[DoctorFinding]:
                 "the host's real address in /etc/hosts"
             )
     machines: dict[str, set[str]] = {}
-    for _, facts in report.part("system"):
-        machines.setdefault(facts["name"], set()).add(facts["machine"])
+    for _, details in report.part("system"):
+        machines.setdefault(details["name"], set()).add(details["machine"])
     for name, there in machines.items():
         if len(there) > 1:
             yield DoctorFinding(
@@ -265,18 +267,20 @@ def _names(report: DoctorReport) -> Iterator[DoctorFinding]:
 
 def _all_on_loopback(report: DoctorReport) -> bool:
     """Return True if every host chose loopback, as launchers on one machine do."""
-    return all(any(choice["address"] == LOOPBACK for choice in facts["choices"]) for _, facts in report.part("network"))
+    return all(
+        any(choice["address"] == LOOPBACK for choice in details["choices"]) for _, details in report.part("network")
+    )
 
 
 def _interfaces(report: DoctorReport) -> Iterator[DoctorFinding]:
     sizes: dict[int, list[str]] = {}
-    for node, facts in report.part("network"):
-        chosen = {choice["nic"] for choice in facts["choices"] if choice["variable"] in report.used}
-        for nic in facts["nics"]:
+    for node, details in report.part("network"):
+        chosen = {choice["nic"] for choice in details["choices"] if choice["variable"] in report.used}
+        for nic in details["nics"]:
             if nic["name"] in chosen and nic["mtu"] is not None:
                 sizes.setdefault(nic["mtu"], []).append(f"{report.name(node)} ({nic['name']})")
-        if facts["ports"] and facts["ports"][1] - facts["ports"][0] + 1 < LEAST_PORTS:
-            first, last = facts["ports"]
+        if details["ports"] and details["ports"][1] - details["ports"][0] + 1 < LEAST_PORTS:
+            first, last = details["ports"]
             yield DoctorFinding(
                 f"host {report.name(node)}: the kernel deals out only ports {first}-{last} "
                 "(net.ipv4.ip_local_port_range); connections of many ranks may run out of them"
@@ -287,35 +291,35 @@ def _interfaces(report: DoctorReport) -> Iterator[DoctorFinding]:
 
 
 def _clocks(report: DoctorReport) -> Iterator[DoctorFinding]:
-    for node, facts in report.part("clock"):
-        if abs(facts["ahead"]) - facts["within"] > CLOCK:
-            way = "ahead of" if facts["ahead"] > 0 else "behind"
+    for node, details in report.part("clock"):
+        if abs(details["ahead"]) - details["within"] > CLOCK:
+            way = "ahead of" if details["ahead"] > 0 else "behind"
             yield DoctorFinding(
-                f"host {report.name(node)}: its clock is {abs(facts['ahead']):.1f} s {way} host {report.name(0)}'s; "
+                f"host {report.name(node)}: its clock is {abs(details['ahead']):.1f} s {way} host {report.name(0)}'s; "
                 "times in logs do not compare, and certificates may not hold: run an NTP service"
             )
 
 
 def _disks(report: DoctorReport) -> Iterator[DoctorFinding]:
-    for node, facts in report.part("disk"):
+    for node, details in report.part("disk"):
         name = report.name(node)
-        if facts.get("shared") is False:
+        if details.get("shared") is False:
             yield DoctorFinding(
                 f"host {name} does not see what host {report.name(0)} writes to {report.checkpoint}; every rank writes "
                 "its part of a checkpoint there: use a directory that all hosts share",
                 wrong=True,
             )
-        if facts["free"] < LEAST_DISK:
-            yield DoctorFinding(f"host {name}: {facts['free'] / GIB:.1f} GiB are left in {report.checkpoint}")
-        if facts["inodes"] and facts["free_inodes"] < facts["inodes"] / 100:
-            yield DoctorFinding(f"host {name}: {facts['free_inodes']} inodes are left in {report.checkpoint}")
+        if details["free"] < LEAST_DISK:
+            yield DoctorFinding(f"host {name}: {details['free'] / GIB:.1f} GiB are left in {report.checkpoint}")
+        if details["inodes"] and details["free_inodes"] < details["inodes"] / 100:
+            yield DoctorFinding(f"host {name}: {details['free_inodes']} inodes are left in {report.checkpoint}")
 
 
 def _devices(report: DoctorReport) -> Iterator[DoctorFinding]:
     kinds: dict[str, list[str]] = {}
-    for rank, facts in report.ranks.items():
-        kinds.setdefault(facts.get("device", "?"), []).append(str(rank))
-        total, free = facts.get("memory"), facts.get("free_memory")
+    for rank, details in report.ranks.items():
+        kinds.setdefault(details.get("device", "?"), []).append(str(rank))
+        total, free = details.get("memory"), details.get("free_memory")
         if total and free is not None and free < (1 - OCCUPIED) * total:
             used = f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB"
             yield DoctorFinding(

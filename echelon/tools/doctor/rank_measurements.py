@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.distributed.world import World, init
-from echelon.tools.doctor.facts import Facts
+from echelon.tools.doctor.host_details import Details
 
 Pair = tuple[int, int]
 #: With more steps than this, only ranks with the same index on their hosts are paired.
@@ -25,7 +25,7 @@ _LARGE = {"gloo": 2**22, "nccl": 2**26}
 PAIRS = 90.0
 
 
-def talk(ranks_of: Mapping[int, Sequence[int]], seconds: float, quick: bool) -> Facts:
+def talk(ranks_of: Mapping[int, Sequence[int]], seconds: float, quick: bool) -> Details:
     """Join torch.distributed, check an all-reduce, and measure latencies and bandwidths between ranks.
 
     ranks_of: ranks of each host
@@ -35,7 +35,7 @@ def talk(ranks_of: Mapping[int, Sequence[int]], seconds: float, quick: bool) -> 
     # NCCL's watchdog would end this process, and the report with it, when a collective takes too long
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     world = init(timeout=seconds)
-    result: Facts = {"backend": world.backend, "right": sums_right(world)}
+    result: Details = {"backend": world.backend, "right": sums_right(world)}
     if quick:
         return result
     result |= all_together(world)
@@ -81,7 +81,7 @@ def _between(some: Sequence[int], others: Sequence[int], every: bool) -> list[Pa
     return list(zip(some, others, strict=False))
 
 
-def pair_rows(world: World, plan: Sequence[Sequence[Pair]], seconds: float) -> list[Facts]:
+def pair_rows(world: World, plan: Sequence[Sequence[Pair]], seconds: float) -> list[Details]:
     """Measure the pairs of all steps and return the rows of pairs whose first rank is this rank.
 
     All ranks stop together after ``seconds``.
@@ -99,7 +99,7 @@ def pair_rows(world: World, plan: Sequence[Sequence[Pair]], seconds: float) -> l
     return rows
 
 
-def _measure(world: World, pair: Pair) -> Facts:
+def _measure(world: World, pair: Pair) -> Details:
     latency = _one_way(world, pair, _SMALL, _PINGS)
     large = _LARGE[world.backend]
     return {"ranks": list(pair), "latency": latency, "bandwidth": large / _one_way(world, pair, large, _LARGE_PINGS)}
@@ -118,7 +118,7 @@ def _one_way(world: World, pair: Pair, size: int, times: int) -> float:
     return _undisturbed(_timed(world, there_and_back, times)) / 2
 
 
-def all_together(world: World) -> Facts:
+def all_together(world: World) -> Details:
     """Measure the latency of a small all-reduce, and the bus bandwidth (as in nccl-tests) of a large one."""
     on = world.device if world.backend == "nccl" else torch.device("cpu")
     small, large = torch.zeros(2, device=on), torch.zeros(_LARGE[world.backend] // 4, device=on)

@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.base.formatting import text_table, things
 from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport
-from echelon.tools.doctor.facts import FAILED, Facts
+from echelon.tools.doctor.host_details import FAILED, Details
 from echelon.tools.doctor.nics import REACHED
 from echelon.tools.doctor.slowness import DISK, RANK, disk_speeds, rank_speeds, slow_hosts, slow_ones, slow_pairs
 
@@ -42,16 +42,16 @@ def _verdict(found: Sequence[DoctorFinding]) -> list[str]:
     return lines
 
 
-def _host_lines(report: DoctorReport, node: int, host: Facts) -> list[str]:
+def _host_lines(report: DoctorReport, node: int, host: Details) -> list[str]:
     lines = []
     for name, words in _PARTS.items():
-        facts = host.get(name)
-        if facts is None:
+        details = host.get(name)
+        if details is None:
             continue
-        if FAILED in facts:
-            lines += _entry(name, f"failed: {facts[FAILED]}")
+        if FAILED in details:
+            lines += _entry(name, f"failed: {details[FAILED]}")
             continue
-        for label, text in words(report, node, facts):
+        for label, text in words(report, node, details):
             lines += _entry(label, text)
     return lines
 
@@ -65,71 +65,74 @@ def _entry(label: str, text: str) -> list[str]:
 Entries = Iterator[tuple[str, str]]
 
 
-def _system(report: DoctorReport, node: int, facts: Facts) -> Entries:
-    container = f", in {facts['container']}" if facts["container"] else ""
-    yield "system", f"{facts['os']}, kernel {facts['kernel']}{container}"
+def _system(report: DoctorReport, node: int, details: Details) -> Entries:
+    container = f", in {details['container']}" if details["container"] else ""
+    yield "system", f"{details['os']}, kernel {details['kernel']}{container}"
 
 
-def _versions(report: DoctorReport, node: int, facts: Facts) -> Entries:
+def _versions(report: DoctorReport, node: int, details: Details) -> Entries:
     names = {"python": "Python", "torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
-    there = [f"{shown} {facts[name] or 'none'}" for name, shown in names.items()]
-    yield "versions", f"{', '.join(there)}, echelon {facts['echelon']} from {facts['from']}"
+    there = [f"{shown} {details[name] or 'none'}" for name, shown in names.items()]
+    yield "versions", f"{', '.join(there)}, echelon {details['echelon']} from {details['from']}"
 
 
-def _capacity(report: DoctorReport, node: int, facts: Facts) -> Entries:
-    cores = f"{facts['cores']} cores, {facts['affinity']} by affinity, {facts['usable_cores']} usable"
-    yield "processor", f"{facts['processor']}, {cores}, load {facts['load']:.1f}"
-    available = facts["available_memory"]
-    shared = facts["shared_memory"]
+def _capacity(report: DoctorReport, node: int, details: Details) -> Entries:
+    cores = f"{details['cores']} cores, {details['affinity']} by affinity, {details['usable_cores']} usable"
+    yield "processor", f"{details['processor']}, {cores}, load {details['load']:.1f}"
+    available = details["available_memory"]
+    shared = details["shared_memory"]
     yield (
         "memory",
-        f"{facts['memory'] / GIB:.1f} GiB, {facts['usable_memory'] / GIB:.1f} usable, "
+        f"{details['memory'] / GIB:.1f} GiB, {details['usable_memory'] / GIB:.1f} usable, "
         f"{'?' if available is None else f'{available / GIB:.1f}'} available; "
         f"/dev/shm {'none' if shared is None else f'{shared / 2**20:,.0f} MB'}",
     )
 
 
-def _limits(report: DoctorReport, node: int, facts: Facts) -> Entries:
+def _limits(report: DoctorReport, node: int, details: Details) -> Entries:
     names = ("nofile", "memlock", "nproc", "core")
-    words = [f"{name} {'unlimited' if facts[name] is None else facts[name]}" for name in names]
-    yield "limits", ", ".join(words) + (f"; RDMA: {', '.join(facts['rdma'])}" if facts["rdma"] else "")
+    words = [f"{name} {'unlimited' if details[name] is None else details[name]}" for name in names]
+    yield "limits", ", ".join(words) + (f"; RDMA: {', '.join(details['rdma'])}" if details["rdma"] else "")
 
 
-def _network(report: DoctorReport, node: int, facts: Facts) -> Entries:
-    for nic in facts["nics"]:
+def _network(report: DoctorReport, node: int, details: Details) -> Entries:
+    for nic in details["nics"]:
         speed = f", {nic['speed']} Mb/s" if nic["speed"] else ""
         state = "up" if nic["up"] else "down"
         yield "nic", f"{nic['name']}: {nic['address'] or 'no IPv4 address'}, {state}, MTU {nic['mtu']}{speed}"
-    gloo, nccl = (choice["nic"] or "none" for choice in facts["choices"])
-    yield "takes", f"Gloo {gloo}, NCCL {nccl}; the host's own name resolves to {facts['own_address'] or 'no address'}"
-    if facts["ports"]:
-        yield "ports", f"{facts['ports'][0]}-{facts['ports'][1]} are dealt out by the kernel"
+    gloo, nccl = (choice["nic"] or "none" for choice in details["choices"])
+    yield "takes", f"Gloo {gloo}, NCCL {nccl}; the host's own name resolves to {details['own_address'] or 'no address'}"
+    if details["ports"]:
+        yield "ports", f"{details['ports'][0]}-{details['ports'][1]} are dealt out by the kernel"
 
 
-def _routes(report: DoctorReport, node: int, facts: Facts) -> Entries:
-    for other, way in facts.items():
+def _routes(report: DoctorReport, node: int, details: Details) -> Entries:
+    for other, way in details.items():
         gateway = f", gateway {way['gateway']}" if way["gateway"] else ""
         yield "route", f"to {report.name(int(other))} ({way['to']}): {way['interface'] or 'none'}{gateway}"
 
 
-def _clock(report: DoctorReport, node: int, facts: Facts) -> Entries:
-    yield "clock", f"{facts['ahead'] * 1e3:+.2f} ms against host {report.name(0)}, +- {facts['within'] * 1e3:.2f} ms"
+def _clock(report: DoctorReport, node: int, details: Details) -> Entries:
+    yield (
+        "clock",
+        f"{details['ahead'] * 1e3:+.2f} ms against host {report.name(0)}, +- {details['within'] * 1e3:.2f} ms",
+    )
 
 
-def _disk(report: DoctorReport, node: int, facts: Facts) -> Entries:
-    inodes = f", {facts['free_inodes']:,} inodes free" if facts["inodes"] else ""
-    same = facts.get("shared")
+def _disk(report: DoctorReport, node: int, details: Details) -> Entries:
+    inodes = f", {details['free_inodes']:,} inodes free" if details["inodes"] else ""
+    same = details.get("shared")
     shared = "shared or not: unknown" if same is None else "the same on all hosts" if same else "not the first host's"
-    yield "disk", f"{facts['free'] / GIB:,.1f} of {facts['size'] / GIB:,.1f} GiB free{inodes}; {shared}"
-    if "write" in facts:
-        rates = f"write {facts['write'] / 1e6:,.0f} MB/s, read {facts['read'] / 1e6:,.0f} MB/s"
+    yield "disk", f"{details['free'] / GIB:,.1f} of {details['size'] / GIB:,.1f} GiB free{inodes}; {shared}"
+    if "write" in details:
+        rates = f"write {details['write'] / 1e6:,.0f} MB/s, read {details['read'] / 1e6:,.0f} MB/s"
         mark = f" {SLOW}" if node in slow_ones(disk_speeds(report), DISK) else ""
-        yield "", f"{rates}, fsync {facts['fsync'] * 1e3:.2f} ms{mark}"
+        yield "", f"{rates}, fsync {details['fsync'] * 1e3:.2f} ms{mark}"
 
 
-def _variables(report: DoctorReport, node: int, facts: Facts) -> Entries:
-    if facts:
-        yield "variables", " ".join(f"{name}={value}" for name, value in facts.items())
+def _variables(report: DoctorReport, node: int, details: Details) -> Entries:
+    if details:
+        yield "variables", " ".join(f"{name}={value}" for name, value in details.items())
 
 
 _PARTS = {
@@ -150,25 +153,25 @@ def _rank_lines(report: DoctorReport) -> list[str]:
     rows = [
         [
             str(rank),
-            report.name(facts["node"]),
-            facts.get("device", "?"),
-            f"{facts['memory'] / GIB:.0f} GiB" if "memory" in facts else "-",
-            facts.get("capability", "-"),
-            facts.get("affinity", "?"),
-            str(facts.get("threads", "?")),
-            *_speeds(facts.get("speeds", {})),
+            report.name(details["node"]),
+            details.get("device", "?"),
+            f"{details['memory'] / GIB:.0f} GiB" if "memory" in details else "-",
+            details.get("capability", "-"),
+            details.get("affinity", "?"),
+            str(details.get("threads", "?")),
+            *_speeds(details.get("speeds", {})),
             SLOW if rank in slow else "",
         ]
-        for rank, facts in sorted(report.ranks.items())
+        for rank, details in sorted(report.ranks.items())
     ]
     return table(["rank", "host", "device", "memory", "cc", "cores", "thr", "fp32", "bf16", "GB/s", ""], rows) + (
         [] if report.quick else ["  (fp32, bf16: TFLOP/s of a matrix product; GB/s of the device's memory)"]
     )
 
 
-def _speeds(facts: Mapping[str, Any]) -> list[str]:
+def _speeds(details: Mapping[str, Any]) -> list[str]:
     units = {"float32": 1e12, "bfloat16": 1e12, "memory": 1e9}
-    return [f"{facts[name] / unit:.3g}" if name in facts else "-" for name, unit in units.items()]
+    return [f"{details[name] / unit:.3g}" if name in details else "-" for name, unit in units.items()]
 
 
 def _reach_lines(report: DoctorReport) -> list[str]:
@@ -183,14 +186,16 @@ def _reach_lines(report: DoctorReport) -> list[str]:
 
 
 def _together_lines(report: DoctorReport) -> list[str]:
-    facts = report.together
-    if FAILED in facts or "left_out" in facts:
-        words = f"failed: {facts[FAILED]}" if FAILED in facts else f"left out: {facts['left_out']}"
+    details = report.together
+    if FAILED in details or "left_out" in details:
+        words = f"failed: {details[FAILED]}" if FAILED in details else f"left out: {details['left_out']}"
         return textwrap.wrap(f"all ranks together: {words}", WIDTH, subsequent_indent="  ")
-    if "bandwidth" not in facts:
-        return [f"all ranks together: a sum is {'right' if facts.get('right') else 'WRONG'} ({facts.get('backend')})"]
-    rates = f"{facts['latency'] * 1e6:,.0f} us, {facts['bandwidth'] / 1e6:,.0f} MB/s on each link"
-    return [f"all ranks together, sum ({facts['backend']}): {rates}"]
+    if "bandwidth" not in details:
+        return [
+            f"all ranks together: a sum is {'right' if details.get('right') else 'WRONG'} ({details.get('backend')})"
+        ]
+    rates = f"{details['latency'] * 1e6:,.0f} us, {details['bandwidth'] / 1e6:,.0f} MB/s on each link"
+    return [f"all ranks together, sum ({details['backend']}): {rates}"]
 
 
 def _pair_lines(report: DoctorReport) -> list[str]:
@@ -208,7 +213,7 @@ def _pair_lines(report: DoctorReport) -> list[str]:
     return ["", *table(["ranks", "hosts", "latency", "bandwidth", ""], rows), *more]
 
 
-def _pair_row(report: DoctorReport, pair: tuple[int, int], row: Facts, mark: str) -> list[str]:
+def _pair_row(report: DoctorReport, pair: tuple[int, int], row: Details, mark: str) -> list[str]:
     a, b = (report.name(report.ranks[rank]["node"]) for rank in pair)
     hosts = f"within {a}" if a == b else f"{a} - {b}"
     return [

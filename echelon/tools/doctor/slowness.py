@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from echelon.tools.doctor.doctor_report import DoctorFinding, DoctorReport, listed
-from echelon.tools.doctor.facts import Facts
+from echelon.tools.doctor.host_details import Details
 
 K = TypeVar("K", bound=Hashable)
 #: Factor from the median beyond which a value is an outlier.
@@ -17,7 +17,7 @@ FAR = 1.5
 
 @dataclass(frozen=True)
 class SpeedMetric:
-    """One measured figure: its key in the facts, its name in the report, and the better direction."""
+    """One measured figure: its key in the details, its name in the report, and the better direction."""
 
     figure: str
     words: str
@@ -53,14 +53,14 @@ def slow_ones(
     """Return, for each slow item, its slow figures and the factor by which they are worse than the median."""
     result: dict[Hashable, dict[str, float]] = {}
     for measure in measures:
-        values = {key: facts[measure.figure] for key, facts in things.items() if measure.figure in facts}
+        values = {key: details[measure.figure] for key, details in things.items() if measure.figure in details}
         for key, factor in slow(values, more_is_better=measure.more_is_better).items():
             result.setdefault(key, {})[measure.figure] = factor
     return result
 
 
 def rank_speeds(report: DoctorReport) -> dict[int, dict[str, float]]:
-    return {rank: facts["speeds"] for rank, facts in report.ranks.items() if "speeds" in facts}
+    return {rank: details["speeds"] for rank, details in report.ranks.items() if "speeds" in details}
 
 
 def disk_speeds(report: DoctorReport) -> dict[int, dict[str, float]]:
@@ -85,7 +85,7 @@ def slow_hosts(report: DoctorReport) -> dict[int, dict[str, float]]:
 
     A slow host slows all its links: with three hosts, one slow host makes two of three links slow.
     """
-    links: dict[int, list[Facts]] = {}
+    links: dict[int, list[Details]] = {}
     for pair, row in report.between().items():
         for node in _nodes(report, pair):
             links.setdefault(node, []).append(row)
@@ -105,7 +105,7 @@ def _slow_links(report: DoctorReport) -> list[DoctorFinding]:
         DoctorFinding(f"host {report.name(node)}: its network is slow: {_words(figures, PAIR)} of the hosts")
         for node, figures in slow_hosts(report).items()
     ]
-    links: dict[tuple[int, int], list[Facts]] = {}
+    links: dict[tuple[int, int], list[Details]] = {}
     for pair, row in report.between().items():
         if not slow_hosts(report).keys() & set(_nodes(report, pair)):
             links.setdefault(_nodes(report, pair), []).append(row)
@@ -121,7 +121,7 @@ def _slow_links(report: DoctorReport) -> list[DoctorFinding]:
     return result
 
 
-def _best(rows: list[Facts]) -> Facts:
+def _best(rows: list[Details]) -> Details:
     return {
         measure.figure: (max if measure.more_is_better else min)(row[measure.figure] for row in rows)
         for measure in PAIR
@@ -132,7 +132,7 @@ def _nodes(report: DoctorReport, pair: tuple[int, int]) -> tuple[int, int]:
     return int(report.ranks[pair[0]]["node"]), int(report.ranks[pair[1]]["node"])
 
 
-def _typical(rows: list[Facts]) -> Facts:
+def _typical(rows: list[Details]) -> Details:
     return {measure.figure: statistics.median(row[measure.figure] for row in rows) for measure in PAIR}
 
 

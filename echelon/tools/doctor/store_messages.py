@@ -15,7 +15,7 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from echelon.base.environment import RESTART_COUNT, RankInfo
 from echelon.base.errors import PeerLost
-from echelon.tools.doctor.facts import Facts
+from echelon.tools.doctor.host_details import Details
 
 #: Round trips for one clock offset; seconds to wait for one message of it.
 _ROUNDS, _PATIENCE = 6, 10.0
@@ -94,7 +94,7 @@ def answer_clock_requests(messages: MessageStore, hosts: Iterable[int]) -> None:
             messages.put(f"clock/{host}/{turn}/answer", time.time())
 
 
-def measure_clock_offset(messages: MessageStore, host: int, patience: float) -> Facts:
+def measure_clock_offset(messages: MessageStore, host: int, patience: float) -> Details:
     """Return the seconds by which this host's clock is ``ahead`` of the first host's.
 
     The uncertainty ``within`` is half of the quickest round trip.

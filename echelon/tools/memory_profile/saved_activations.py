@@ -134,7 +134,7 @@ class _ActivationTracker:
         self._held: list[Tensor] = []  # inputs of recomputed segments
 
     def by_stage(self) -> dict[int, SavedActivations]:
-        self._settle(max(self._units.values(), default=0))
+        self._assign(max(self._units.values(), default=0))
         result: dict[int, SavedActivations] = {}
         for (stage, address), (owner, size, _) in self._kept.items():
             assert stage is not None
@@ -160,7 +160,7 @@ class _ActivationTracker:
         self._running.append(name)
         if name in self._units:
             self._stage = self._units[name]
-            self._settle(self._stage)
+            self._assign(self._stage)
         if name in self._recomputed:
             if not self._inside and name in self._first:
                 given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -175,7 +175,7 @@ class _ActivationTracker:
         if name in self._units:
             self._stage = None
 
-    def _settle(self, stage: int) -> None:
+    def _assign(self, stage: int) -> None:
         """Assign to ``stage`` all storages saved since the last unit."""
         for (at, address), (owner, size, _) in list(self._kept.items()):
             if at is None:

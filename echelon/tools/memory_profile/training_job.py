@@ -99,7 +99,7 @@ class JobPlanner:
             cluster=job.slices,
             mesh=job.mesh,
         )
-        plan = self._quickened(plan, job)
+        plan = self._with_fast_path(plan, job)
         if job.saved is not None:
             whole = complete_saved_plan(plan, job.saved, model)
             plan = dataclasses.replace(whole, recompute=plan.recompute or whole.recompute)
@@ -113,7 +113,7 @@ class JobPlanner:
             self._recorded[key] = self._record(plan.pipeline, units, plan.pipeline.stages or plan.mesh["stage"], rows)
         return dataclasses.replace(plan, stages=self._recorded[key])
 
-    def _quickened(self, plan: Plan, job: TrainingJob) -> Plan:
+    def _with_fast_path(self, plan: Plan, job: TrainingJob) -> Plan:
         """Apply the fast path's decisions, such as bf16 by default on a GPU.
 
         CUDA graphs are left out.

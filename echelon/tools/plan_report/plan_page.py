@@ -47,7 +47,7 @@ def _view(report: PlanReport) -> dict[str, Any]:
     choice = report.choice
     return view | {
         "choice": choice,
-        "facts": _facts(report),
+        "facts": _key_figures(report),
         "times": list(stacked([(part, seconds) for part, seconds, _ in plan_tables.time_parts(choice)])),
         "timeline": timeline(choice),
         "memory": memory_bars(choice.prediction.memory),
@@ -60,21 +60,21 @@ def _view(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def _facts(report: PlanReport) -> list[tuple[str, str, str]]:
+def _key_figures(report: PlanReport) -> list[tuple[str, str, str]]:
     """Return the key figures at the top of the page as (label, figure, small print)."""
     choice = report.choice
     fullest, parts = choice.prediction.fullest, choice.prediction.parts
     computing = parts.get("compute", 0.0) / choice.seconds
-    facts = [
+    figures = [
         ("a step", formatting.duration(choice.seconds), f"batch {report.batch:,}"),
         ("samples a second", formatting.rate(samples_per_second(choice)), f"on {_used(report)}"),
         ("of a step computes", formatting.percent(computing), "on the busiest device"),
     ]
     if fullest.limit:
-        facts.append(
+        figures.append(
             ("of memory used", formatting.percent(fullest.total / fullest.limit), plan_tables.of_limit(fullest))
         )
-    return facts
+    return figures
 
 
 def _used(report: PlanReport) -> str:

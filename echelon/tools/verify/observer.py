@@ -53,7 +53,7 @@ class VerifyObserver(ABC):
 
         return DeferredVerifyEngine(self, run, plan, **known)
 
-    def attend(self, engine: Engine) -> None:
+    def attach(self, engine: Engine) -> None:
         """Begin to observe the engine that ``distribute()`` returns."""
         from echelon.tools.verify.verify_engine import VerifyEngine
 

@@ -199,11 +199,11 @@ class VerifyReplayer(VerifyObserver):
         self._outputs = ModuleOutputSums(engine.model)
         initial = load_file(self.question.file(INITIAL), device=str(engine.world.device))
         own = engine.model.state_dict()
-        strangers = [name for name in {**own, **initial} if _shape(own.get(name)) != _shape(initial.get(name))]
-        if strangers:
+        different = [name for name in {**own, **initial} if _shape(own.get(name)) != _shape(initial.get(name))]
+        if different:
             self.question.refuse(
-                f"the script builds another model in one process: '{strangers[0]}' has shape "
-                f"{_shape(own.get(strangers[0]))} there and {_shape(initial.get(strangers[0]))} on the ranks; make "
+                f"the script builds another model in one process: '{different[0]}' has shape "
+                f"{_shape(own.get(different[0]))} there and {_shape(initial.get(different[0]))} on the ranks; make "
                 "it independent of the number of ranks"
             )
         engine.model.load_state_dict(initial, strict=False)  # not strict: the file holds no non-tensor state
@@ -279,7 +279,7 @@ class VerifyReplayer(VerifyObserver):
         theirs, own = load_file(path), engine.whole_weights()
         path.unlink()
         found = weight_differences(theirs, own, self._rounding)
-        self._at_hand["weights"] = {name: value for name, value in found.items() if self._tells(engine, name)}
+        self._at_hand["weights"] = {name: value for name, value in found.items() if self._is_comparable(engine, name)}
         updates = len(self._steps) + 1
         self._at_hand["moves"] = movement_differences(theirs, own, self._initial, self._rounding, updates)
         known = {"loss": mean_loss(self._losses)[0], "passes": self._shares, "gradients": {}}
@@ -289,7 +289,7 @@ class VerifyReplayer(VerifyObserver):
         if len(self._steps) == self.question.steps:
             self._end(engine)
 
-    def _tells(self, engine: VerifyEngine, name: str) -> bool:
+    def _is_comparable(self, engine: VerifyEngine, name: str) -> bool:
         """Return True if a difference in tensor ``name`` is meaningful.
 
         If the gradient of a parameter is only rounding error (a bias before batch norm), the optimizer still moves that

@@ -12,7 +12,7 @@ from echelon.base.errors import UsageError
 class VerifyOptions:
     """The parsed command line of ``echelon verify``.
 
-    words: options to pass on to ``echelon run``
+    argv: options to pass on to ``echelon run``
     """
 
     script: str
@@ -20,7 +20,7 @@ class VerifyOptions:
     module: bool
     steps: int
     tolerance: float | None
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
 
     @property
     def is_of_the_zoo(self) -> bool:

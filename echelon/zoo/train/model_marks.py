@@ -17,12 +17,12 @@ _MAKERS: dict[str, Any] = {"pipeline": pipeline, "replicate": replicate, "split"
 
 def mark(model: nn.Module, entry: Model, request: Request) -> None:
     """Annotate ``model`` with the stages and splits of the request."""
-    marks = asked_marks(entry, request)
+    marks = requested_marks(entry, request)
     if marks:
         annotate(model, marks)
 
 
-def asked_marks(entry: Model, request: Request) -> dict[str, list[Any]]:
+def requested_marks(entry: Model, request: Request) -> dict[str, list[Any]]:
     """Return the marks of the request, by module name."""
     marks: dict[str, list[Any]] = {}
     for name, own in [*_split(entry, request["split"]), *_written(request["marks"])]:

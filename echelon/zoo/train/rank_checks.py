@@ -7,7 +7,7 @@ from echelon.plan.axes import find_axes
 from echelon.strategy.annotations.marks import Pipeline, Split, Stage
 from echelon.zoo.entry import OWN_RUNNER
 from echelon.zoo.train.hooks.profiler import check_profiled_rank
-from echelon.zoo.train.model_marks import asked_marks
+from echelon.zoo.train.model_marks import requested_marks
 from echelon.zoo.train.resolve import TrainConfig
 
 
@@ -17,7 +17,7 @@ def check_ranks(resolved: TrainConfig, ranks: int) -> None:
         check_profiled_rank(resolved["profile_at_task"], ranks)
     if resolved.model.runner == OWN_RUNNER or resolved.strategy.get("auto"):
         return  # a user's class may contain marks, and the planner chooses the layout itself
-    marks = [mark for own in asked_marks(resolved.model, resolved.request).values() for mark in own]
+    marks = [mark for own in requested_marks(resolved.model, resolved.request).values() for mark in own]
     pipeline = next((mark for mark in marks if isinstance(mark, Pipeline)), None)
     stages = max([1 + mark.index for mark in marks if isinstance(mark, Stage)], default=resolved["stages"])
     has_splits = any(isinstance(mark, Split) for mark in marks)

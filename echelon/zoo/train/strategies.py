@@ -16,7 +16,7 @@ from echelon.zoo.train.resolve import TrainConfig
 from echelon.zoo.train.unused_parameters import unused_loss_scale
 
 
-def asked_strategy(resolved: TrainConfig) -> Strategy:
+def requested_strategy(resolved: TrainConfig) -> Strategy:
     """Return the strategy that the user requested; raise UsageError if options conflict."""
     requested = Strategy.from_dict(_values(resolved))
     shard = requested.part(Shard)
@@ -47,14 +47,14 @@ def _values(resolved: TrainConfig) -> dict[str, Any]:
     if resolved.is_user_set("compile"):
         fast = values.get("fast")
         values["fast"] = {**(fast if isinstance(fast, Mapping) else {}), "compile": resolved["compile"]}
-    if (scale := _asked_scale(resolved)) is not None and _is_fp16(values.get("amp")):
+    if (scale := _requested_scale(resolved)) is not None and _is_fp16(values.get("amp")):
         values["amp"] = _scaled(values["amp"], scale)
     if values.get("recompute") is True and resolved.model.recompute:
         values["recompute"] = {"checkpoints": list(resolved.model.recompute)}
     return values
 
 
-def _asked_scale(resolved: TrainConfig) -> str | None:
+def _requested_scale(resolved: TrainConfig) -> str | None:
     return str(resolved["loss_scale"]) if resolved.is_user_set("loss_scale") else None
 
 
@@ -88,7 +88,7 @@ def make_strategy(resolved: TrainConfig, device: torch.device) -> tuple[Strategy
 
 def _made(resolved: TrainConfig, device: torch.device) -> tuple[Strategy, list[str]]:
     values, notices = _values(resolved), list[str]()
-    requested = asked_strategy(resolved)
+    requested = requested_strategy(resolved)
     if resolved["max_gradient_norm"] is not None and requested.clip is None:
         notices.append(f"max_gradient_norm {resolved['max_gradient_norm']} is ignored: the plan decides about clipping")
     if not resolved["use_fp16"] or "amp" in values or PLAN in os.environ:

@@ -64,7 +64,7 @@ class EvaluationHook(Hook):
     """
 
     def __init__(self) -> None:
-        self.tell: Callable[[HookContext, dict[str, float]], None] = _do_nothing  #: callback for other hooks
+        self.report: Callable[[HookContext, dict[str, float]], None] = _do_nothing  #: callback for other hooks
 
     def begin(self, run: HookContext) -> None:
         self._every = EveryNSteps(run.request, "eval_every_n_iters")
@@ -83,7 +83,7 @@ class EvaluationHook(Hook):
             _write_evaluations(run.directory / EVALUATIONS, evaluations)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
         run.say(f"step {run.steps}: evaluated: {figures}")
-        self.tell(run, results)
+        self.report(run, results)
 
 
 class EarlyStopHook(Hook):

@@ -50,7 +50,7 @@ class Hooks:
         self.by_name = named_hooks(request)
         for hook in self.by_name.values():
             if isinstance(hook, EvaluationHook):
-                hook.tell = self.after_evaluation
+                hook.report = self.after_evaluation
 
     @property
     def stops_at_step(self) -> bool:

@@ -55,7 +55,7 @@ def restore(model: nn.Module, weights: Mapping[str, Tensor]) -> RestoreReport:
     filled = {id(places[name]) for name in taken}  # the file may have a tied weight under only one of its names
     missing = [name for name in places if name not in weights and id(places[name]) not in filled]
     unused = [name for name in weights if name not in places]
-    _refuse_strangers(places, weights, taken, missing)
+    _refuse_other_model(places, weights, taken, missing)
     for name in taken:
         places[name].copy_(weights[name])
     return RestoreReport(taken, remade, missing, unused)
@@ -99,7 +99,7 @@ def _misfit(name: str, here: Tensor, there: Tensor) -> str:
     )
 
 
-def _refuse_strangers(
+def _refuse_other_model(
     places: Mapping[str, Tensor], weights: Mapping[str, Tensor], taken: list[str], missing: list[str]
 ) -> None:
     """Raise CheckpointError if the checkpoint is of another model, which would only train badly otherwise."""

@@ -1,4 +1,4 @@
-"""Facts about one host and one rank, with private data removed; every check has a time limit.
+"""Details of one host and one rank, with private data removed; every check has a time limit.
 
 A check that hangs or raises is recorded as failed, and the other checks go on.
 """
@@ -41,7 +41,7 @@ from echelon.tools.doctor.nics import gloo_choice, nccl_choice
 
 T = TypeVar("T")
 #: The result of a check as JSON values. A failed check leaves ``{FAILED: reason}``.
-Facts = dict[str, Any]
+Details = dict[str, Any]
 FAILED = "failed"
 #: Seconds for one check of a host.
 PATIENCE = 10.0
@@ -93,7 +93,7 @@ def run_bounded(check: Callable[[], T], seconds: float) -> T:
     raise CheckFailed(f"did not end within {seconds:g} s")
 
 
-def facts_of(check: Callable[[], Facts], seconds: float) -> Facts:
+def run_check(check: Callable[[], Details], seconds: float) -> Details:
     """Return the result of ``check``, or ``{FAILED: reason}`` if it raises or takes longer than ``seconds``."""
     try:
         return run_bounded(check, seconds)
@@ -104,18 +104,18 @@ def facts_of(check: Callable[[], Facts], seconds: float) -> Facts:
 # The host
 
 
-def host_facts() -> Facts:
+def host_details() -> Details:
     checks = {
         "system": system,
         "versions": versions,
         "capacity": capacity,
         "limits": limits,
-        "network": network_facts,
+        "network": network_details,
     }
-    return {name: facts_of(check, PATIENCE) for name, check in checks.items()} | {"variables": variables(os.environ)}
+    return {name: run_check(check, PATIENCE) for name, check in checks.items()} | {"variables": variables(os.environ)}
 
 
-def system() -> Facts:
+def system() -> Details:
     return {
         "name": socket.gethostname(),
         "os": os_name(_read("/etc/os-release")),
@@ -125,7 +125,7 @@ def system() -> Facts:
     }
 
 
-def versions() -> Facts:
+def versions() -> Details:
     """Return versions and installation paths; most versions must be the same on all hosts."""
     return {
         "python": platform.python_version(),
@@ -140,7 +140,7 @@ def versions() -> Facts:
     }
 
 
-def capacity(root: Path = Path("/")) -> Facts:
+def capacity(root: Path = Path("/")) -> Details:
     """Return the cores and memory of the host, and the part that cgroup and affinity allow. Memory is in bytes."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -156,13 +156,13 @@ def capacity(root: Path = Path("/")) -> Facts:
     }
 
 
-def limits() -> Facts:
+def limits() -> Details:
     """Return the soft limits (``None`` for unlimited) and the RDMA devices, which need locked memory."""
-    result: Facts = {name: _soft(number) for name, number in _LIMITS.items()}
+    result: Details = {name: _soft(number) for name, number in _LIMITS.items()}
     return result | {"rdma": rdma_devices(Path("/sys/class/infiniband"))}
 
 
-def network_facts() -> Facts:
+def network_details() -> Details:
     nics, own = network.nics(), network.own_name_address()
     return {
         "own_address": own,
@@ -181,7 +181,7 @@ def port_range(path: Path) -> list[int] | None:
     return [int(first), int(last)]
 
 
-def routes(addresses: dict[int, str]) -> dict[int, Facts]:
+def routes(addresses: dict[int, str]) -> dict[int, Details]:
     """Return the route to each of the other hosts: destination address, interface and gateway."""
     table = Path("/proc/self/net/route").read_text(encoding="ascii")
     result = {}
@@ -264,20 +264,20 @@ def device_of(place: RankInfo) -> torch.device:
     return choose_device(place, None, count_gpus())
 
 
-def device_facts(place: RankInfo) -> Facts:
+def device_details(place: RankInfo) -> Details:
     device = device_of(place)
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    result: Facts = {"device": "CPU", "threads": torch.get_num_threads(), "affinity": ranges(allowed)}
+    result: Details = {"device": "CPU", "threads": torch.get_num_threads(), "affinity": ranges(allowed)}
     if device.type != "cuda":
         return result
     free, total = torch.cuda.mem_get_info(device)
-    facts = torch.cuda.get_device_properties(device)
+    details = torch.cuda.get_device_properties(device)
     return result | {
-        "device": facts.name,
+        "device": details.name,
         "index": device.index,
         "memory": total,
         "free_memory": free,
-        "capability": f"{facts.major}.{facts.minor}",
+        "capability": f"{details.major}.{details.minor}",
     }
 
 
@@ -292,7 +292,7 @@ def ranges(numbers: list[int]) -> str:
     return ",".join("-".join(map(str, run)) for run in runs)
 
 
-def device_speeds(place: RankInfo) -> Facts:
+def device_speeds(place: RankInfo) -> Details:
     """Measure FLOP/s of a large matrix product and memory bytes/s, on all ranks at the same time, as in training."""
     device = device_of(place)
     if device.type == "cuda":
@@ -300,7 +300,7 @@ def device_speeds(place: RankInfo) -> Facts:
     clock = DeviceTimer(device, 0.04 if device.type == "cuda" else 0.1)
     side = _GPU_SIDE if clock.on_gpu else _CPU_SIDE
     stream = stream_row(clock, _GPU_STREAM if clock.on_gpu else _CPU_STREAM)
-    result: Facts = {"memory": stream["bytes"] / stream["seconds"]}
+    result: Details = {"memory": stream["bytes"] / stream["seconds"]}
     for dtype in ("float32", "bfloat16"):
         row = product_row(clock, dtype, (1, side, side, side))
         result[dtype] = row["flops"] / row["seconds"]
