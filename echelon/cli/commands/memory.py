@@ -14,11 +14,11 @@ from echelon.plan.saved_plan import SavedPlan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.tools.memory_profile.footprint import find_footprint
 from echelon.tools.memory_profile.memory_options import MemoryOptions
-from echelon.tools.memory_profile.memory_script import ask_script
 from echelon.tools.memory_profile.memory_tables import show
 from echelon.tools.memory_profile.requested_job import cluster_for, job_by_plan, remark, requested_job
 from echelon.tools.plan_report import plan_options as plans
 from echelon.tools.plan_report.model_source import DESCRIBED, find_source, is_script
+from echelon.tools.plan_report.plan_script import ask
 
 USUAL = "adamw"
 
@@ -36,7 +36,10 @@ def run_memory(
 
 
 def _of_script(options: MemoryOptions, arguments: Sequence[str]) -> tuple[str, Footprint]:
-    answer = ask_script(options, arguments)
+    """Run the script in one process up to its first batch."""
+    if not Path(options.model).is_file():
+        raise UsageError(f"MODEL: no file at '{options.model}'")
+    answer = ask(options.model, arguments, {"footprint": options.to_dict()})
     result = Footprint.of(answer["footprint"])
     assert result is not None
     return answer["title"], result

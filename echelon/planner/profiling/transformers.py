@@ -100,29 +100,28 @@ class VocabularyHead(nn.Module):
 def gpt_model(
     layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, ffn: int, dropout: float, fused: bool
 ) -> nn.Sequential:
-    entrance, leave = (
-        TokenEmbedding(vocabulary, sequence, hidden, dropout, norm=False),
-        VocabularyHead(hidden, vocabulary, False),
-    )
-    leave.words.weight = entrance.tokens.weight
-    middle = [
-        ReferenceLayer(hidden, heads, ffn, dropout, causal=True, fused=fused, norm_first=True) for _ in range(layers)
-    ]
-    return nn.Sequential(entrance, *middle, leave)
+    return _model((layers, hidden, heads, ffn), sequence, vocabulary, dropout, fused, is_decoder=True)
 
 
 def bert_model(
     layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, ffn: int, dropout: float, fused: bool
 ) -> nn.Sequential:
-    entrance, leave = (
-        TokenEmbedding(vocabulary, sequence, hidden, dropout, norm=True),
-        VocabularyHead(hidden, vocabulary, True),
-    )
-    leave.words.weight = entrance.tokens.weight
+    return _model((layers, hidden, heads, ffn), sequence, vocabulary, dropout, fused, is_decoder=False)
+
+
+def _model(
+    sizes: tuple[int, int, int, int], sequence: int, vocabulary: int, dropout: float, fused: bool, is_decoder: bool
+) -> nn.Sequential:
+    """Return a pre-norm decoder, or a post-norm encoder with a transform before its head."""
+    layers, hidden, heads, ffn = sizes
+    entrance = TokenEmbedding(vocabulary, sequence, hidden, dropout, norm=not is_decoder)
+    head = VocabularyHead(hidden, vocabulary, not is_decoder)
+    head.words.weight = entrance.tokens.weight
     middle = [
-        ReferenceLayer(hidden, heads, ffn, dropout, causal=False, fused=fused, norm_first=False) for _ in range(layers)
+        ReferenceLayer(hidden, heads, ffn, dropout, causal=is_decoder, fused=fused, norm_first=is_decoder)
+        for _ in range(layers)
     ]
-    return nn.Sequential(entrance, *middle, leave)
+    return nn.Sequential(entrance, *middle, head)
 
 
 # ---- Llama ----
