@@ -153,7 +153,7 @@ class Loader:
         indices = self._source.indices_of(place)
         return f"{place}: {numbers_text(indices)}" if indices else str(place)
 
-    def likeness(self) -> DatasetFingerprint | None:
+    def fingerprint(self) -> DatasetFingerprint | None:
         """Return the data set's fingerprint; None with one rank, or if ranks read different parts of the data."""
         size = self._source.size
         if self._options.world_size == 1 or reads_apart(self.dataset):

@@ -126,7 +126,7 @@ class PartitionStream:
 
     def _wait_for(self, number: int) -> Partition | None:
         """Return a partition by its number; None at the end of the stream."""
-        since, told = time.monotonic(), False
+        since, has_announced = time.monotonic(), False
         while True:
             lines = self._ledger.lines()
             taken = [line for line in lines if not line.end]
@@ -140,9 +140,9 @@ class PartitionStream:
                 return None
             if self._leads and self._take({line.name for line in taken}, since):
                 continue
-            if not told and self._leads:
+            if not has_announced and self._leads:
                 say(f"stream: {self.root}: waiting for a partition after {number} of them, {self._until()}")
-                told = True
+                has_announced = True
             time.sleep(self._poll)
 
     def _take(self, known: set[str], since: float) -> bool:

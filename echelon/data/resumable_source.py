@@ -148,7 +148,7 @@ class ResumablePass:
 
     @property
     def anchor(self) -> Anchor:
-        """Where to read on from for what was not taken yet."""
+        """The place to read on from for what was not taken yet."""
         return self._start if self._window else self._next
 
     @property

@@ -122,7 +122,7 @@ class LoaderFactory:
         self._run.say(news or f"global batch {loader.global_batch} = {self._dealt_out(loader)}")
         self._first = loader if self._first is None else self._first
         self._run.positions.register(loader)
-        self._run.checker.register_dataset(loader.likeness)
+        self._run.checker.register_dataset(loader.fingerprint)
         if (line := epoch_leftover(loader, self._plan.gradient_merge)) is not None:
             self._run.say(line)
         if self._saved_plan is not None and self._saved_plan.draft.batch != loader.global_batch:

@@ -143,7 +143,7 @@ def test_other_ranks_and_batch_sizes_go_on_at_the_record() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_epochs_of_a_stream_read_on(shuffle: bool) -> None:
-    """Where the stream ended and where a loop was left, also in the middle of a window that was short then."""
+    """The ends of the stream, and places where a loop was left, also inside a window that was short then."""
     until = [9]
 
     def growing(offset: int | None) -> Iterator[tuple[int, int]]:

@@ -106,7 +106,7 @@ def test_servable_gives_the_models_output_to_the_bit(tmp_path: Path) -> None:
 
 
 def with_deltas(directory: str) -> list[Any]:
-    """What the model gave after each write, on worker 0."""
+    """The outputs of the model after each write, on worker 0."""
     model, engine = distributed()
     writer = echelon.ServableWriter(engine, directory, *sample(), every=0)
     wrote, outputs = [], []

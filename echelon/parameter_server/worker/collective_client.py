@@ -261,13 +261,13 @@ class CollectiveClient(ParameterServerClient):
         for message in found:
             if message.head.error:
                 raise EchelonError(bytes(message.content[: message.head.error]).decode(errors="replace"))
-        mine = found[self.worker].head
+        own = found[self.worker].head
         for worker, message in enumerate(found):
-            if message.head[:3] != mine[:3]:
-                raise self._different(mine, worker, message.head)
-            if message.head.passes != mine.passes:
+            if message.head[:3] != own[:3]:
+                raise self._different(own, worker, message.head)
+            if message.head.passes != own.passes:
                 raise MismatchError(
-                    f"worker {self.worker} has ended {mine.passes} passes over the data, worker {worker} "
+                    f"worker {self.worker} has ended {own.passes} passes over the data, worker {worker} "
                     f"{message.head.passes}: call engine.served.new_pass() on every worker, after the same step"
                 )
         return found
@@ -278,8 +278,8 @@ class CollectiveClient(ParameterServerClient):
         numbers = integers[_PLAIN:].reshape(self._numbers.shape)
         return Received(Head(*integers[:_PLAIN].tolist()), numbers, content[start:])
 
-    def _different(self, mine: Head, worker: int, theirs: Head) -> MismatchError:
-        first, second = sorted([(self.worker, mine), (worker, theirs)])
+    def _different(self, own: Head, worker: int, theirs: Head) -> MismatchError:
+        first, second = sorted([(self.worker, own), (worker, theirs)])
         said = [f"worker {number} {self._words(head)}" for number, head in (first, second)]
         return MismatchError(
             f"workers use sparse tables differently in step {self.seq + 1}: {said[0]}, {said[1]}; with tables in the "
