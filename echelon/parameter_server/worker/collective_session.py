@@ -13,6 +13,7 @@ from echelon.base.formatting import things
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.world import World
 from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.worker.checkpoint_part import part_name, part_of, refuse_merging
 from echelon.parameter_server.worker.client import PullFuture
 from echelon.parameter_server.worker.collective_client import CollectiveClient
 from echelon.parameter_server.worker.in_process import own_shard
@@ -100,14 +101,14 @@ class CollectiveSession(ParameterServerSession):
 
     def save(self, place: Path, step: int) -> str:
         """Save this worker's part of a checkpoint, and wait for the others; return the name of the directory."""
-        self._refuse_merging()
-        directory = place / self.saved_as(step)
+        refuse_merging(self.reading)
+        directory = place / part_name(step)
         self._together(lambda: self._save_part(directory, step))
-        return self.saved_as(step)
+        return directory.name
 
     def load(self, checkpoint: Path, name: str | None) -> None:
         """Load this worker's rows of a checkpoint, whatever number of workers or servers saved it."""
-        self._together(lambda: self._load_part(self._part_of(checkpoint, name)))
+        self._together(lambda: self._load_part(part_of(checkpoint, name)))
 
     def _together(self, call: Callable[[], None]) -> None:
         """Call a function on every worker. If it fails on one, the error is raised on all."""

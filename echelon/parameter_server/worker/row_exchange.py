@@ -56,7 +56,7 @@ class RowExchange(Protocol):
 class GroupExchange:
     """An exchange through a process group of its own: Gloo between CPUs, NCCL between GPUs.
 
-    A message is padded to a length that all workers know, so that none waits to learn a length. If one was longer,
+    A message is padded to a length that all workers know, so that lengths are not sent before. If one was longer,
     all workers see that in the prefix, and send the rest in a second round.
     """
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +16,21 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from echelon.base.environment import RESTART_COUNT
-from echelon.base.errors import CheckpointError, UsageError
-from echelon.base.formatting import brief, things
+from echelon.base.errors import UsageError
+from echelon.base.formatting import things
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
-from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint
 from echelon.parameter_server.persistence.requested_path import absolute
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker.catch_up import attach
+from echelon.parameter_server.worker.checkpoint_part import (
+    forget_parts,
+    part_name,
+    part_of,
+    refuse_dense_state,
+    refuse_merging,
+)
 from echelon.parameter_server.worker.client import ParameterServerClient, PullFuture, WorkerUpdate
 from echelon.parameter_server.worker.dense_blocks import DenseBlockBuffers, check_parameters
 from echelon.parameter_server.worker.geo import GeoWorker
@@ -334,67 +338,38 @@ class ParameterServerSession:
         if self.worker == 0:
             self.client.ask(op="new_pass")
 
-    @staticmethod
-    def saved_as(step: int) -> str:
-        """Return the name of the directory, beside a checkpoint, that holds the servers' part of it."""
-        return f"servers-{step:08d}"
-
     def save(self, place: Path, step: int) -> str:
         """Save the servers' part of a checkpoint; worker 0 requests it, and the others wait. Return its name."""
         assert self.client is not None
-        self._refuse_merging()
+        refuse_merging(self.reading)
         if not self.dense and self.remote:
             worlds.barrier()  # every worker's pushes have been answered
         if self.worker == 0:
-            self._save_part(place / self.saved_as(step), step)
+            self._save_part(place / part_name(step), step)
         if not self.dense and self.remote:
             worlds.barrier()
-        return self.saved_as(step)
+        return part_name(step)
 
     def _save_part(self, directory: Path, step: int) -> None:
         assert self.client is not None
         directory.mkdir(parents=True, exist_ok=True)
         self.client.ask(op="save", path=str(absolute(directory)), step=step)
 
-    def _refuse_merging(self) -> None:
-        if self.reading.merges:
-            raise UsageError(
-                "a checkpoint does not contain gradients of rows: with gradient_merge, save after the engine.step() "
-                "that updates"
-            )
-
     def forget_saves(self, place: Path) -> None:
         """Remove servers' parts whose checkpoint is removed."""
-        from echelon.checkpoint.directory import complete
-
-        if self.worker:
-            return
-        kept = {self.saved_as(step) for step in complete(place)}
-        newest = max(kept, default="")
-        for left in place.glob("servers-*"):
-            if left.name not in kept and left.name < newest:
-                shutil.rmtree(left, ignore_errors=True)
+        if not self.worker:
+            forget_parts(place)
 
     def load(self, checkpoint: Path, name: str | None) -> None:
         """Load the servers' part of a checkpoint. Worker 0 requests it; others wait in ``begin``."""
-        part = self._part_of(checkpoint, name)
+        part = part_of(checkpoint, name)
         if self.worker == 0:
             self._load_part(part)
-
-    def _part_of(self, checkpoint: Path, name: str | None) -> Path:
-        """Return the directory of the servers' part of a checkpoint."""
-        if name is None:
-            raise CheckpointError(
-                f"{checkpoint} was saved without sparse tables or servers; it cannot be resumed with them"
-            )
-        if not (isinstance(name, str) and re.fullmatch(r"servers-\d{8,20}", name)):
-            raise CheckpointError(f"{checkpoint} names {brief(name)} as its servers' part; use another checkpoint")
-        return absolute(checkpoint.parent / name)
 
     def _load_part(self, part: Path) -> None:
         assert self.client is not None
         if not self.remote:
-            _refuse_dense_state(part)
+            refuse_dense_state(part)
         self.client.ask(op="load", path=str(part))
 
     def export(self, path: str | Path, table: str, since: int | None = None) -> int:
@@ -472,15 +447,3 @@ class ParameterServerSession:
             exact = "" if self.settings.mode == "sync" else " (inexact)"
             workers = things(self.workers, "worker")
             yield f"parameter server: {self.settings.mode}{exact}, {workers}, dense parameters {how}"
-
-
-def _refuse_dense_state(part: Path) -> None:
-    """Raise ``CheckpointError`` if servers have saved optimizer state that this process's optimizer would lack."""
-    with ServerCheckpoint(part) as saved:
-        job = saved.jobs[0]
-    has_state = job.dense.kind != "SGD" or any(group.get("momentum") for group in job.dense.groups)
-    if job.blocks and has_state:
-        raise CheckpointError(
-            f"{part} has the {job.dense.kind} state of dense parameters that were on servers, and here workers step "
-            "them; resume it with servers and the mode that saved it, or train with ParameterServer(dense='allreduce')"
-        )
