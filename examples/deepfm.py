@@ -52,7 +52,7 @@ def clicks(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def main() -> None:
     ask = argparse.ArgumentParser()
-    ask.add_argument("--mode", default="hybrid", choices=["sync", "async", "bounded", "geo", "hybrid"])
+    ask.add_argument("--mode", default="hybrid", choices=["collective", "sync", "async", "bounded", "geo", "hybrid"])
     asked = ask.parse_args()
     echelon.init(seed=0)
     model = DeepFM()

@@ -68,7 +68,7 @@ def people(kind: str) -> CtrFiles:
 
 def main() -> None:
     ask = argparse.ArgumentParser()
-    ask.add_argument("--mode", default="sync", choices=["sync", "async", "bounded", "geo", "hybrid"])
+    ask.add_argument("--mode", default="sync", choices=["collective", "sync", "async", "bounded", "geo", "hybrid"])
     ask.add_argument("--epochs", type=int, default=3)
     ask.add_argument("--seed", type=int, default=0)
     asked = ask.parse_args()

@@ -198,7 +198,7 @@ def test_mistakes_are_one_line() -> None:
 
 def spread() -> None:
     echelon.init(seed=0)
-    engine_of(Bags())
+    engine_of(Bags(), strategy=echelon.Strategy(ps="async"))
 
 
 def test_fluid_and_torch_spellings_are_understood() -> None:
@@ -241,9 +241,10 @@ def test_split_methods_are_known_by_fluids_names() -> None:
         echelon.ParameterServer(split_method=3)
 
 
-def test_tables_without_servers_need_one_process() -> None:
+def test_modes_with_servers_need_servers() -> None:
     for line in errors(spread, ranks=2):
-        assert "2 processes and no parameter servers, which a SparseEmbedding needs; start it with 'echelon run" in line
+        assert "2 processes and no parameter servers, which ps='async' needs; start it with 'echelon run" in line
+        assert "ps='collective'" in line
 
 
 def test_strategies_that_do_not_go_with_servers_are_refused() -> None:
