@@ -1,4 +1,4 @@
-"""Hooks that put the last update into a worker's model before the model is saved or evaluated."""
+"""Hooks on a worker's model, such as those that put the last update into it before it is saved or evaluated."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from echelon.base.formatting import things
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.world import World
 from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.worker.catch_up import CatchUpHook
 from echelon.parameter_server.worker.checkpoint_part import part_name, part_of, refuse_merging
 from echelon.parameter_server.worker.client import PullFuture
 from echelon.parameter_server.worker.collective_client import CollectiveClient
@@ -72,13 +73,13 @@ class CollectiveSession(ParameterServerSession):
         self.how = exchange.how
         self.client = CollectiveClient(job, self.worker, exchange, own_shard(self.worker, self.workers))
         self.reading = CollectiveLookup(self.client, self._device)
-        self._hooks.append(self._model.register_forward_hook(self._end_forward))
+        self._hooks.append(self._model.register_forward_hook(CatchUpHook(self._end_forward)))
 
     def _greet(self) -> None:
         assert self.client is not None
         self.client.open()
 
-    def _end_forward(self, *_: Any) -> None:
+    def _end_forward(self) -> None:
         if self.client is not None and self.reading.in_step:
             self.client.end_forward()
 
@@ -109,6 +110,13 @@ class CollectiveSession(ParameterServerSession):
     def load(self, checkpoint: Path, name: str | None) -> None:
         """Load this worker's rows of a checkpoint, whatever number of workers or servers saved it."""
         self._together(lambda: self._load_part(part_of(checkpoint, name)))
+
+    def close(self, done: bool = True) -> None:
+        try:
+            if done and self.client is not None and self._is_behind and self.client.occupancy.is_counted:
+                self.client.begin_step(None)  # a table may be too full since the last step
+        finally:
+            super().close(done)
 
     def _together(self, call: Callable[[], None]) -> None:
         """Call a function on every worker. If it fails on one, the error is raised on all."""

@@ -14,7 +14,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,9 @@ class SharedMemoryExchange:
         self._notes: list[tuple[int, int]] = []
         for bell in bells.values():
             bell.setblocking(True)
-            bell.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(timeout), 0))
+            bell.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+            )
 
     def outgoing(self, sizes: Sequence[int]) -> list[Bytes]:
         own, needed = self._files[self._rank][self._turn], sum(map(aligned, sizes))
@@ -138,16 +140,15 @@ class SharedMemoryExchange:
 def share_memory(rank: int, ranks: int, control: dist.ProcessGroup, timeout: float) -> SharedMemoryExchange | None:
     """Return an exchange if all workers are on one host and can share memory; else None, on all of them."""
     with ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="echelon-rows-")  # of this user alone
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.settimeout(MEETING)
-        place = str(Path(folder) / "bell")
-        try:
-            listener.bind(place)
+        place = ""
+        with suppress(OSError):
+            folder = tempfile.mkdtemp(prefix="echelon-rows-")  # of this user alone
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            listener.bind(f"{folder}/bell")
             listener.listen(ranks)
-        except OSError:
-            place = ""
+            place = f"{folder}/bell"
         places: list[list[str]] = gather_json([_host(), place], control)
         made = None
         if all(host == places[0][0] and place for host, place in places):
@@ -188,6 +189,5 @@ def _met(rank: int, listener: socket.socket, places: Sequence[str], timeout: flo
             files[worker] = [MemoryFile(handle) for handle in handles]
         return SharedMemoryExchange(rank, bells, files, timeout)
     except (OSError, struct.error):
-        for bell in bells.values():
-            bell.close()
+        SharedMemoryExchange(rank, bells, files, timeout).close()
         return None
