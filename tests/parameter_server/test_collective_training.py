@@ -119,3 +119,46 @@ def test_dense_options_combine_with_tables(options: dict[str, Any]) -> None:
     (expected,) = run(train, ranks=1, **plain)
     for found in run(train, ranks=2, **options):
         compare({**found, "dense": {}}, {**expected, "dense": {}}, exact=False)
+
+
+class Limited(nn.Module):
+    """A table that admits ids late, evicts rows when it is full, and one whose rows expire."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = SparseEmbedding(DIM, name="full", optimizer="adagrad", capacity=40, on_full="lru", admit_after=2)
+        self.fleeting = SparseEmbedding(DIM, name="fleeting", optimizer="sgd", expire_passes=1)
+        self.net = nn.Linear(2 * DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(torch.cat([self.full(ids), self.fleeting(ids)], -1)).sum((1, 2))
+
+
+def keep_few(**options: Any) -> list[Any]:
+    echelon.init(seed=0)
+    model = Limited()
+    engine = echelon.distribute(
+        model,
+        loss=F.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        strategy=echelon.Strategy(**options),
+        log=echelon.Log(console=False),
+    )
+    generator = torch.Generator().manual_seed(5)
+    for low in (0, 40, 80):
+        ids = torch.randint(low, low + 60, (60, SLOTS), generator=generator)
+        for batch in engine.loader((ids, torch.zeros(60)), global_batch=12, shuffle=False):
+            engine.step(*batch)
+        engine.served.new_pass()
+    model.eval()
+    with torch.no_grad():
+        rows = [table(torch.arange(140)).numpy() for table in (model.full, model.fleeting)]
+    engine.close()
+    return rows
+
+
+def test_capacity_admission_and_expiry_are_those_of_servers() -> None:
+    expected = served(keep_few, servers=2, workers=2, ps=echelon.ParameterServer(dense="allreduce"))[0]
+    for found in run(keep_few, ranks=2):
+        for rows, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(rows, wanted)

@@ -18,17 +18,10 @@ from numpy.typing import NDArray
 from echelon.base.errors import EchelonError, MismatchError
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.protocol.request import PushRequest, finite
+from echelon.parameter_server.protocol.request import Floats, Ids, PushRequest, finite
 from echelon.parameter_server.server.shard import ServerShard
-from echelon.parameter_server.worker.client import (
-    Floats,
-    IdPartition,
-    Ids,
-    ParameterServerClient,
-    PullFuture,
-    PullVersions,
-    WorkerUpdate,
-)
+from echelon.parameter_server.worker import client
+from echelon.parameter_server.worker.client import IdPartition, PullFuture, PullVersions, WorkerUpdate
 from echelon.parameter_server.worker.in_process import InProcessChannel
 from echelon.parameter_server.worker.row_exchange import Bytes, RowExchange
 
@@ -88,7 +81,7 @@ class ExchangedPull(PullFuture):
         return self.frames
 
 
-class CollectiveClient(ParameterServerClient):
+class CollectiveClient(client.ParameterServerClient):
     """The client of one worker for the tables that all workers hold together.
 
     shard:  the rows of this worker's buckets
