@@ -28,10 +28,14 @@ class WireMessageError(EchelonError):
 
 @dataclass
 class WireMessage:
-    """A message: ``head`` is JSON, ``arrays`` are at most eight numpy arrays of the dtypes in ``KINDS``."""
+    """A message: ``head`` is JSON, ``arrays`` are at most eight numpy arrays of the dtypes in ``KINDS``.
+
+    parsed: the request in it, once it is parsed, for the receiver alone; None before
+    """
 
     head: dict[str, Any]
     arrays: list[NDArray[Any]] = field(default_factory=list)
+    parsed: Any = field(default=None, compare=False, repr=False)
 
 
 def pack(frame: WireMessage) -> tuple[bytes, list[memoryview]]:

@@ -57,6 +57,7 @@ class DenseShard:
         self.steps = 0
         self._mutex = threading.Lock()
         self._values: Floats | None = None
+        self._settings: list[dict[str, Any]] = []  # of the last push; most pushes repeat them
         self._stretches = _stretches(self.blocks, job.dense)
         self._runs = _runs(self._stretches)
         self._parameters = _parameters(self._stretches, job.device) if self.blocks else []
@@ -113,6 +114,9 @@ class DenseShard:
 
     def _adjust(self, groups: Sequence[dict[str, Any]]) -> None:
         assert self._optimizer is not None
+        if groups == self._settings:
+            return
+        self._settings = list(groups)
         for group, settings in zip(self._optimizer.param_groups, groups, strict=False):
             group.update(_settings(settings))
 

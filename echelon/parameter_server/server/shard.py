@@ -155,7 +155,7 @@ class ServerShard(ServerState):
     def push(self, frame: WireMessage, has_hung_up: HasHungUp) -> WireMessage:
         """Take a worker's update; a repeated one is acknowledged but not applied again."""
         layout = self.layout
-        push = read_push(frame, layout)
+        push = frame.parsed = read_push(frame, layout)  # a change of this layout applies it without parsing it again
         check_numbers(push, layout.dense)
         with self.lock:
             if self.layout is not layout:

@@ -145,7 +145,7 @@ class ServerState:
 
     def stamped(self, frame: WireMessage) -> WireMessage:
         """Return the message with the current time in its head, because ``apply`` must not read a clock."""
-        return WireMessage({**frame.head, "now": self._time.now()}, frame.arrays)
+        return WireMessage({**frame.head, "now": self._time.now()}, frame.arrays, frame.parsed)
 
     def change(self, frame: WireMessage) -> dict[str, Any]:
         """Journal a change, then apply it; return the head of the answer."""
@@ -228,7 +228,7 @@ class ServerState:
         return {}
 
     def _apply_push(self, frame: WireMessage) -> dict[str, Any]:
-        push = read_push(frame, self.layout)
+        push = read_push(frame, self.layout) if frame.parsed is None else frame.parsed
         self.members.memberships[push.worker].seq = push.seq
         if push.blob is not None:
             kept = self.blobs.get(push.worker, [])
