@@ -388,6 +388,8 @@ class ParameterServer:
                     (block names, servers) -> servers
     prefetch:       True reads the rows of the next batch during the current step (in async mode these rows miss the
                     update of the current step)
+    wire:           "bfloat16" sends rows and their gradients (not dense parameters) in 16 bits: half the bytes between
+                    hosts, and mode "sync" becomes inexact; default "float32"
     server_device:  device of dense blocks on servers: "cpu" or "cuda"
     journal:        True writes every update to disk before it is confirmed
     replica:        True also sends the journal to the next server
@@ -409,6 +411,7 @@ class ParameterServer:
     min_block_size: int = 8192
     split_method: str | Callable[..., Any] = "round_robin"
     prefetch: bool = True
+    wire: Literal["float32", "bfloat16"] = "float32"
     server_device: str = "cpu"
     journal: bool = True
     replica: bool = False
@@ -434,6 +437,7 @@ class ParameterServer:
             object.__setattr__(self, "dense", "allreduce")
         if self.mode == "geo":
             require(self.dense != "allreduce", self, "dense", "'servers' (or nothing) with mode='geo'")
+            require(self.wire == "float32", self, "wire", "'float32' with mode='geo', whose changes include state")
         require(self.staleness >= 0, self, "staleness", "0 or more")
         require(self.k_steps >= 1, self, "k_steps", "1 or more")
         require(self.compensate >= 0, self, "compensate", "0 or more")

@@ -17,7 +17,7 @@ from echelon.base.errors import EchelonError, one_line
 from echelon.base.json_head import parse_object
 
 #: Allowed dtypes of arrays.
-KINDS = {kind: np.dtype(kind) for kind in ("int64", "int32", "float32", "float64", "uint8", "uint32")}
+KINDS = {kind: np.dtype(kind) for kind in ("int64", "int32", "float32", "float64", "uint8", "uint16", "uint32")}
 #: Limits of one message. A larger message is refused before memory is allocated for it.
 MAX_HEAD, MAX_ARRAYS, MAX_BYTES = 16 * 2**20, 8, 2 * 2**30
 

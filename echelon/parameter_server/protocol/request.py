@@ -20,6 +20,7 @@ from echelon.parameter_server.protocol.hashing import mix
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.dense import DenseShard, check_settings
+from echelon.parameter_server.table.bfloat16 import widen
 from echelon.strategy.sparse_update_rules import state_width
 
 Ids = NDArray[np.int64]
@@ -27,6 +28,8 @@ Floats = NDArray[np.float32]
 
 #: Highest index of a worker, and of a step.
 MAX_WORKER, MAX_STEP = 2**20, 2**53
+#: Arrays that may come as bfloat16, in 16 bits.
+NARROW = ("rows", "pulled_rows")
 OPTIONAL = ("ids", "rows", "dense", "pulled_rows", "pulled_dense", "blob")
 
 
@@ -51,7 +54,10 @@ class ShardRequestSchema:
 
 @dataclass
 class PullRequest:
-    """A worker's request to read, for a step, rows of some tables by their ids, and the dense blocks."""
+    """A worker's request to read, for a step, rows of some tables by their ids, and the dense blocks.
+
+    narrow: answer with rows as bfloat16
+    """
 
     worker: int
     step: int
@@ -59,6 +65,7 @@ class PullRequest:
     peek: bool
     dense: bool
     state: bool
+    narrow: bool
     ids: dict[str, Ids]
 
 
@@ -96,6 +103,7 @@ def read_pull(frame: WireMessage, layout: ShardRequestSchema) -> PullRequest:
         peek=flag(head, "peek"),
         dense=flag(head, "dense"),
         state=flag(head, "state"),
+        narrow=flag(head, "narrow"),
         ids=_cut_ids(ids, _counts(head, layout), layout),
     )
 
@@ -252,6 +260,8 @@ def _named(frame: WireMessage) -> dict[str, NDArray[Any]]:
 
 
 def _array(array: NDArray[Any], kind: Any, name: str) -> NDArray[Any]:
+    if array.dtype == np.uint16 and name in NARROW:
+        array = widen(array)
     if array.dtype != kind:
         raise RequestError(f"{name} are {array.dtype}, expected {np.dtype(kind)}")
     return np.ascontiguousarray(array).reshape(-1)

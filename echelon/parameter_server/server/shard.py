@@ -33,6 +33,7 @@ from echelon.parameter_server.server import dense
 from echelon.parameter_server.server.job_workers import WorkerMembership
 from echelon.parameter_server.server.membership_coordinator import Ask, MembershipCoordinator
 from echelon.parameter_server.server.state import PersistenceProtocol, ServerState
+from echelon.parameter_server.table import narrow
 
 HasHungUp = Callable[[], bool]
 
@@ -142,6 +143,7 @@ class ServerShard(ServerState):
             figures = {"version": self.version, "waited": waited} | ({} if pull.peek else self._step_figures())
         rows = [self._rows(name, ids, pull.state) for name, ids in pull.ids.items()]
         arrays = [rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.empty(0, np.float32)]
+        arrays = [narrow(rows) for rows in arrays] if pull.narrow else arrays
         return WireMessage({"ok": True, **figures}, arrays + [self.dense.values()] * pull.dense)
 
     def _step_figures(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from echelon.distributed.activity import activity
 from echelon.parameter_server.protocol.job_spec import BLOBS, JobSpec, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.occupancy import Occupancy
-from echelon.parameter_server.table import partition
+from echelon.parameter_server.table import narrow, partition, widen
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -109,14 +109,16 @@ class PullFuture:
     def rows(self) -> dict[str, Floats]:
         """Wait for the answers, and return the rows by table, in the order of the requested ids."""
         frames = self.wait()
+        arrays = [frame.arrays[0] for frame in frames]
+        arrays = [widen(array) if array.dtype == np.uint16 else array for array in arrays]
         at = [0] * len(frames)
         found: dict[str, Floats] = {}
         for name, share in self.shares.items():
             width = self.widths[name]
             parts = []
-            for server, frame in enumerate(frames):
+            for server, array in enumerate(arrays):
                 size = share.counts[server] * width
-                parts.append(frame.arrays[0][at[server] : at[server] + size].reshape(-1, width))
+                parts.append(array[at[server] : at[server] + size].reshape(-1, width))
                 at[server] += size
             found[name] = _in_place(parts, share.order)
         return found
@@ -155,10 +157,13 @@ class WorkerUpdate:
 
 
 class ParameterServerClient:
-    """The client of one worker for every server of a job. It is not thread-safe."""
+    """The client of one worker for every server of a job. It is not thread-safe.
 
-    def __init__(self, links: Sequence[ChannelProtocol], job: JobSpec, worker: int) -> None:
-        self.links, self.job, self.worker = list(links), job, worker
+    narrow: send rows and their gradients as bfloat16; default False
+    """
+
+    def __init__(self, links: Sequence[ChannelProtocol], job: JobSpec, worker: int, narrow: bool = False) -> None:
+        self.links, self.job, self.worker, self._narrow = list(links), job, worker, narrow
         self._tables: dict[str, TableSpec] = {table.name: table for table in job.tables}
         self.shards = job.servers  #: number of servers, or of workers that hold the tables
         self.seq = 0  #: sequence number of the next push
@@ -248,6 +253,7 @@ class ParameterServerClient:
                 "commit": commit,
                 "peek": peek,
                 "state": state,
+                "narrow": self._narrow and not state,
             }
             ids = [share.cut(share.ids, server) for share in shares.values()]
             frames.append(WireMessage(head, [_joined(ids, np.dtype(np.int64))]))
@@ -280,6 +286,8 @@ class ParameterServerClient:
             arrays["pulled_rows"] = _flat(
                 [share.cut(update.pulled_rows[name], server) for name, (share, _) in update.tables.items()]
             )
+        if self._narrow:
+            arrays |= {name: narrow(arrays[name]) for name in ("rows", "pulled_rows") if name in arrays}
         if update.pulled_dense:
             arrays["pulled_dense"] = update.pulled_dense[server]
         if update.blob is not None and server == 0:

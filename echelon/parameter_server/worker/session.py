@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from echelon.base.endpoints import split_endpoint
 from echelon.base.environment import RESTART_COUNT
 from echelon.base.errors import UsageError
 from echelon.base.formatting import things
+from echelon.base.security import is_loopback
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.persistence.requested_path import absolute
@@ -128,7 +130,8 @@ class ParameterServerSession:
 
     def _connect(self, job: JobSpec) -> None:
         self._contact = ServerConnections(self.role, job, self.settings.timeout)
-        self.client = ParameterServerClient(self._contact.links, job, self.worker)
+        narrow = self.remote and self.settings.wire == "bfloat16"
+        self.client = ParameterServerClient(self._contact.links, job, self.worker, narrow)
         if self.settings.mode == "geo":
             self._geo = GeoWorker(self.client, self._blocks, self.workers, self.settings.k_steps)
         pull = None if self._geo is None else self._geo.pull
@@ -442,8 +445,12 @@ class ParameterServerSession:
             rule = type(spec.rule).__name__.lower()
             shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""
             yield f"table '{name}': {things(spec.dim, 'float')} a row, {rule}, on {where}{shared}"
+        narrow = self.settings.wire == "bfloat16"
+        if narrow and all(is_loopback(split_endpoint(endpoint)[0]) for endpoint in self.role.endpoints):
+            effect = "only costs time on one host" if self.remote else "has no effect without servers"
+            yield f"parameter server: wire='bfloat16' {effect}; it saves bytes between hosts"
         if self.remote:
             how = "on the servers" if self.dense else "summed between workers"
-            exact = "" if self.settings.mode == "sync" else " (inexact)"
+            exact = "" if self.settings.mode == "sync" and not narrow else " (inexact)"
             workers = things(self.workers, "worker")
             yield f"parameter server: {self.settings.mode}{exact}, {workers}, dense parameters {how}"
