@@ -106,7 +106,7 @@ def test_servable_gives_the_models_output_to_the_bit(tmp_path: Path) -> None:
 
 
 def with_deltas(directory: str) -> list[Any]:
-    """The outputs of the model after each write, on worker 0."""
+    """Train and write in turns; return the names that were written, and the outputs of the model after each."""
     model, engine = distributed()
     writer = echelon.ServableWriter(engine, directory, *sample(), every=0)
     wrote, outputs = [], []
