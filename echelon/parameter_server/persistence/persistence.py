@@ -104,10 +104,10 @@ class ShardPersistence:
             restore(self._shard, self._directory, manifest)
             self._manifest, self._rebase = manifest, False
         self._skip = 0 if self._owner.is_alone else 1  # what an earlier process begins now may still come to be
-        self._next_segment = max(segments(self._directory), default=0) + 1 + self._skip
+        self._next_segment = max(segments(self._directory), default=0) + 1
         self._sweep(starting=True)
         with self._shard.lock:
-            if self._settings.journal:
+            for _ in range(1 + self._skip if self._settings.journal else 0):
                 self._rotate()
         if manifest is not None and not self._owner.is_alone:
             self.snapshot(base=True)
