@@ -18,8 +18,7 @@ from pathlib import Path
 
 from interposition import alive
 from launcher_laws import find_broken_laws
-from scheduler import Scheduler, SimulatedProcess, SimulationError
-from server_life import TraceStream
+from scheduler import Scheduler, SimulatedProcess, SimulationError, TraceStream
 from simulated_disk import SimulatedDisk
 from simulated_launchers import LaunchShape, SimulatedLaunchers, connect_launchers, simulated_launchers
 from simulated_ranks import RankGroup, SimulatedRank

@@ -10,9 +10,18 @@ from mutation import Mutant, search
 from seeds import FOUND_BY
 from server_life import live, simulated_servers
 
-from echelon.parameter_server.persistence import file_record, journal, persistence, replication, restore, snapshot
+from echelon.parameter_server.persistence import (
+    checkpoint,
+    file_record,
+    journal,
+    ownership,
+    persistence,
+    replication,
+    restore,
+    snapshot,
+)
 from echelon.parameter_server.protocol.channel import ServerChannel
-from echelon.parameter_server.server import membership_coordinator, modes, shard, state, store
+from echelon.parameter_server.server import membership_coordinator, modes, monotonic_time, shard, state, store
 from echelon.parameter_server.worker import client, server_connections
 
 MUTANTS: dict[str, Mutant] = {
@@ -112,6 +121,19 @@ MUTANTS: dict[str, Mutant] = {
         replication.RemoteReplica, "_lost", "sound_size(path) if later else", "", ("power cut",)
     ),
     # what the review found
+    "later process of a directory not noticed": Mutant(
+        ownership.DirectoryOwnership,
+        "lost",
+        "manifest.epoch <= self.epoch",
+        "True",
+        ("start a second process", "kill a server"),
+    ),
+    "rows expire by the host's clock": Mutant(
+        monotonic_time.MonotonicTime, "now", "self._base + self._clock() - self._since", "self._wall()", ("clock jump",)
+    ),
+    "rows of one server alone loaded by another number": Mutant(
+        checkpoint.ServerCheckpoint, "bucket", "for part in self.parts", "for part in self.parts[:1]", ("audit",)
+    ),
     "empty state begun while the replica does not answer": Mutant(
         replication.RemoteReplica,
         "fetch",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import heapq
+import io
 import itertools
 import random
 import sys
@@ -268,3 +269,15 @@ def activate(scheduler: Scheduler | None) -> None:
 
 def is_active() -> bool:
     return bool(_active)
+
+
+class TraceStream(io.TextIOBase):
+    """The standard streams of all processes: lines go into the trace."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            self._scheduler.log(text.strip())
+        return len(text)

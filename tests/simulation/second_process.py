@@ -29,8 +29,8 @@ def start_second(life: ServerLife) -> None:
     job, rng = life.job, life.rng
     index = rng.randrange(life.shape.servers)
     first = job.servers[index]
-    if first is None or first.dead or job.counted_as_lost():
-        return
+    if first is None or job.shard(index) is None or job.counted_as_lost():
+        return  # it has not taken the directory yet
     # without locks, a process that stops between its last look and its rename for that long is not fenced
     first.stopped = life.has_locks and rng.random() < 0.5
     job.hosts[index] = f"server-{index}-{rng.choice('ab')}"

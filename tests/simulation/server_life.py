@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import random
 import shutil
 import sys
@@ -23,7 +22,7 @@ from interposition import alive, simulated_system
 from kept_shard import state_of
 from push_history import find_violations
 from resized_checkpoint import find_difference
-from scheduler import Scheduler, SimulatedProcess, SimulationError
+from scheduler import Scheduler, SimulatedProcess, SimulationError, TraceStream
 from second_process import connect_locks, simulated_flock, start_second
 from simulated_disk import DiskFaults, SimulatedDisk
 from simulated_job import FewBuckets, JobShape, SimulatedJob, is_named
@@ -409,18 +408,6 @@ class ServerLife:
 
     def _audit_some(self) -> None:
         self._audit(self.rng.randrange(self.shape.servers))
-
-
-class TraceStream(io.TextIOBase):
-    """The standard streams of all processes: lines go into the trace."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def write(self, text: str) -> int:
-        if text.strip():
-            self._scheduler.log(text.strip())
-        return len(text)
 
 
 def simulated_servers() -> contextlib.AbstractContextManager[None]:
