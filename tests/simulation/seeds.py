@@ -21,7 +21,7 @@ KEPT = {
 FOUND_BY = {
     "no dedup of pushes": 2,
     "change applied and not journaled when large": 1,
-    "one segment too many swept": 0,
+    "one segment too many swept": 5,
     "failed write left in the journal": 5,
     "short write taken for a whole one": 0,
     "delta after a snapshot that failed": 5,
