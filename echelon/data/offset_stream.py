@@ -7,9 +7,10 @@ from typing import Any
 
 from echelon.base.errors import DataError, UsageError
 from echelon.data.data_source import kind_name
+from echelon.data.resumable_source import ResumableStream
 
 
-class OffsetStream:
+class OffsetStream(ResumableStream):
     """Records with offsets, which a checkpoint holds: a resumed run reads on behind the last one it trained on.
 
     source: one of these. A function that is given the offset of the last record that was read, or None at the
@@ -29,8 +30,8 @@ class OffsetStream:
     """
 
     def __init__(self, source: Any, *, parse: Callable[[Any], Any] | None = None, repeat: bool = False) -> None:
-        self._source, self.repeat = source, repeat
-        self.parse = parse
+        super().__init__(parse, repeat)
+        self._source = source
         self._read_after: Callable[[Any], Iterable[tuple[Any, Any]]]
         if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
             self._beginning = source.state_dict()

@@ -16,7 +16,7 @@ from echelon.data.hugging_face import refuse_whole
 from echelon.data.loader_options import LoaderOptions
 from echelon.data.map_source import ColumnDataset, MapSource, TensorSource, columns_of
 from echelon.data.repeated import Repeated
-from echelon.data.resumable_source import ResumableSource, is_resumable
+from echelon.data.resumable_source import ResumableSource, ResumableStream
 from echelon.data.sampling import EpochSampler
 from echelon.data.shard_source import ShardSource, is_sharded
 from echelon.data.stream import StreamSource
@@ -67,7 +67,7 @@ def open_source(dataset: Any, options: LoaderOptions) -> DataSource:
     columns = columns_of(repeated.dataset if repeated else dataset)
     if columns:
         return _open_columns(ColumnDataset(columns, repeated), options)
-    if is_resumable(dataset):
+    if isinstance(dataset, ResumableStream):
         return ResumableSource(dataset, options)
     if is_blocked(dataset):
         return BlockSource(dataset, options)

@@ -15,6 +15,7 @@ from echelon.base.environment import PS_SESSION, RESTART_COUNT, RESTARTS, RUN_ID
 from echelon.base.errors import DataError, UsageError
 from echelon.data.ctr.text import open_text
 from echelon.data.partition_ledger import Partition, PartitionLedger
+from echelon.data.resumable_source import ResumableStream
 
 LEDGER = "_order.jsonl"  #: the ledger's name in the directory, unless another is given
 STARTED = time.time()  #: before the ranks of this job have met
@@ -27,7 +28,7 @@ def read_lines(path: str) -> Iterator[str]:
             yield line.decode("utf-8").rstrip("\r\n")
 
 
-class PartitionStream:
+class PartitionStream(ResumableStream):
     """Records of files in partitions: directories that are complete when a file says so. It waits for further ones.
 
     root:         directory of the partitions
@@ -45,7 +46,7 @@ class PartitionStream:
 
     All ranks see ``root`` and the ledger under the same path. Rank 0 writes the ledger.
 
-    >>> stream = echelon.data.PartitionStream("logs", files="part-*.csv.gz", idle_seconds=3600)
+    >>> stream = echelon.data.PartitionStream("data", files="part-*.csv.gz", idle_seconds=3600)
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class PartitionStream:
         repeat: bool = False,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
+        super().__init__(parse, repeat)
         self.root = Path(root)
         if not self.root.is_dir():
             raise DataError(f"{self.root} is no directory; create it, or correct the path")
@@ -71,7 +73,7 @@ class PartitionStream:
                 f"PartitionStream(idle_seconds={idle_seconds}, poll_seconds={poll_seconds}): expected 0 seconds or "
                 "more without partitions, and more than 0 between two looks"
             )
-        self._read, self.parse, self.repeat = read, parse, repeat
+        self._read = read
         self._partitions, self._files, self._done, self._stop = partitions, files, done, stop
         self._idle, self._poll = idle_seconds, poll_seconds
         self._ledger = PartitionLedger(os.fspath(ledger if ledger is not None else self.root / LEDGER))
@@ -81,7 +83,6 @@ class PartitionStream:
         return f"PartitionStream({os.fspath(self.root)!r})"
 
     def join(self, rank: int, ranks: int) -> None:
-        """Take part as one of several ranks, of which the first one leads."""
         self._leads = rank == 0
         if ranks > 1:
             self._job = job_name()
@@ -126,7 +127,7 @@ class PartitionStream:
 
     def _wait_for(self, number: int) -> Partition | None:
         """Return a partition by its number; None at the end of the stream."""
-        since, has_announced = time.monotonic(), False
+        since, announced = time.monotonic(), False
         while True:
             lines = self._ledger.lines()
             taken = [line for line in lines if not line.end]
@@ -140,9 +141,9 @@ class PartitionStream:
                 return None
             if self._leads and self._take({line.name for line in taken}, since):
                 continue
-            if not has_announced and self._leads:
+            if not announced and self._leads:
                 say(f"stream: {self.root}: waiting for a partition after {number} of them, {self._until()}")
-                has_announced = True
+                announced = True
             time.sleep(self._poll)
 
     def _take(self, known: set[str], since: float) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from echelon.base.errors import DataError, UsageError
 from echelon.data.checksums import samples_checksum
@@ -21,19 +21,26 @@ from echelon.data.seeding import SeedPurpose, chain, mix, numpy_stream, preserve
 from echelon.data.stream import StreamCollator, StreamItem
 
 
-class ResumableStream(Protocol):
+class ResumableStream:
     """A stream that can be continued at a place, which is a JSON value.
 
+    parse:  function that makes a sample of a record, on the rank that keeps it only; None: the record is the sample
     repeat: True if every epoch reads it from its beginning; else an epoch reads on where the one before was left
-
-    Two methods are optional. ``parse(record)`` makes the sample of what was read, on the rank that keeps it only.
-    ``join(rank, ranks)`` is called before the first sample is read.
     """
 
-    repeat: bool
+    def __init__(self, parse: Callable[[Any], Any] | None, repeat: bool) -> None:
+        self.parse, self.repeat = parse, repeat
 
     def samples_after(self, place: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield pairs of a place and what was read there, from behind ``place`` on; None is the beginning."""
+        """Yield pairs of a place and the record there, from behind ``place`` on; None is the beginning."""
+        raise NotImplementedError
+
+    def join(self, rank: int, ranks: int) -> None:
+        """Take part as one of several ranks; called before the first record is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield all samples from the beginning."""
+        return (record if self.parse is None else self.parse(record) for _, record in self.samples_after(None))
 
 
 class Anchor(NamedTuple):
@@ -60,10 +67,6 @@ class ResumeStep(NamedTuple):
 BEGINNING = Anchor(0, None, 0)
 
 
-def is_resumable(dataset: Any) -> bool:
-    return callable(getattr(dataset, "samples_after", None))
-
-
 class ResumableSource:
     """A stream with places. All ranks see its end at the same step, without communication."""
 
@@ -72,13 +75,11 @@ class ResumableSource:
     def __init__(self, dataset: ResumableStream, options: LoaderOptions) -> None:
         _refuse_options(options)
         self._dataset, self._options = dataset, options
-        self._parse: Callable[[Any], Any] | None = getattr(dataset, "parse", None)
         self._bind = StreamCollator(options, salt=0, dataset=dataset)
         self._window = options.shuffle_buffer if options.shuffle else 1
         self._pass: ResumablePass | None = None
         self.goes_on = not dataset.repeat  #: epochs are parts of one order
-        if callable(join := getattr(dataset, "join", None)):
-            join(options.rank, options.world_size)
+        dataset.join(options.rank, options.world_size)
 
     def requests(self, cursor: Cursor) -> Iterator[ResumeStep]:
         anchor = Anchor(*cursor.anchor) if cursor.anchor is not None else BEGINNING
@@ -120,13 +121,14 @@ class ResumableSource:
         return draw.choices(items, k=missing) if missing else []
 
     def _parsed(self, items: list[StreamItem], epoch: int) -> list[StreamItem]:
-        if self._parse is None:
+        parse = self._dataset.parse
+        if parse is None:
             return items
         seed = mix(self._options.seed, SeedPurpose.SAMPLE, epoch)
         parsed = []
         for item in items:
             seed_all(chain(seed, item.position))
-            parsed.append(item._replace(sample=self._parse(item.sample)))
+            parsed.append(item._replace(sample=parse(item.sample)))
         return parsed
 
 
@@ -148,7 +150,7 @@ class ResumablePass:
 
     @property
     def anchor(self) -> Anchor:
-        """The place to read on from for what was not taken yet."""
+        """The place from which to read what was not taken yet."""
         return self._start if self._window else self._next
 
     @property

@@ -143,7 +143,7 @@ def test_other_ranks_and_batch_sizes_go_on_at_the_record() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_epochs_of_a_stream_read_on(shuffle: bool) -> None:
-    """The ends of the stream, and places where a loop was left, also inside a window that was short then."""
+    """Epochs go on where the stream ended or a loop was left, also inside of a window that was short then."""
     until = [9]
 
     def growing(offset: int | None) -> Iterator[tuple[int, int]]:
@@ -249,9 +249,9 @@ def test_a_stream_waits_and_ends_at_the_stop_file(tmp_path: Path, capfd: Any) ->
     writer.start()
     assert read(tmp_path, idle_seconds=None) == list(range(8))
     writer.join()
-    told = capfd.readouterr().err
-    assert f"stream: {tmp_path}: waiting for a partition after 0 of them, until {tmp_path}/_STOP is there" in told
-    assert "ended after 4 partitions: _STOP is there" in told
+    printed = capfd.readouterr().err
+    assert f"stream: {tmp_path}: waiting for a partition after 0 of them, until {tmp_path}/_STOP is there" in printed
+    assert "ended after 4 partitions: _STOP is there" in printed
 
 
 def test_an_idle_end_is_said_and_ends_no_later_run(tmp_path: Path, capfd: Any) -> None:

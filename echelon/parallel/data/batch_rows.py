@@ -76,7 +76,8 @@ class BatchRows:
         if self._served or self._plan.local is not None:
             raise UsageError(
                 "gather_batch(): replicas step alone here, each with weights of its own, so that there is no global "
-                "batch; train without localsgd and parameter servers"
+                "batch; train without localsgd, and with parameter servers reduce the dense part among the workers: "
+                "ParameterServer(dense='allreduce')"
             )
         if self._plan.reduce_op == "sum" and self._plan.replicas > 1:
             raise UsageError(

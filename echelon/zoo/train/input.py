@@ -14,7 +14,7 @@ from echelon.data.batched import is_batched
 from echelon.data.blocks import is_blocked
 from echelon.data.data_source import is_stream
 from echelon.data.map_source import columns_of
-from echelon.data.resumable_source import is_resumable
+from echelon.data.resumable_source import ResumableStream
 from echelon.data.shard_source import is_sharded
 from echelon.zoo.entry import Data, Request
 
@@ -42,7 +42,7 @@ def train_part(request: Request, data: Data) -> Any:
         return data.train
     if size < 1:
         raise UsageError(f"--num_sample_per_epoch {size}: an epoch needs one sample at least")
-    if is_blocked(data.train) or is_sharded(data.train) or is_resumable(data.train):
+    if is_blocked(data.train) or is_sharded(data.train) or isinstance(data.train, ResumableStream):
         raise UsageError(
             f"--num_sample_per_epoch {size}: this data is files or a stream, and an epoch is all of it; leave it "
             "out, and use --stop_at_step"
@@ -58,7 +58,7 @@ def _workers(request: Request, train: Any, ranks_on_host: int) -> int:
     threads = _positive(request, "num_preprocessing_threads", 16)
     batches = _positive(request, "num_parallel_batches", 8)
     inner = train.dataset if isinstance(train, Repeated) else train
-    if columns_of(inner) or is_batched(inner) or is_stream(inner) or is_resumable(inner):
+    if columns_of(inner) or is_batched(inner) or is_stream(inner):
         return 0
     return min(max(min(threads, _cores()) // ranks_on_host, 1), batches)
 
