@@ -291,6 +291,16 @@ def test_two_workers_train_what_one_process_trains(name: str, given: dict[str, A
             np.testing.assert_allclose(worker[key], alone[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
+def test_ranks_that_hold_the_tables_compare_all_items_of_a_batch() -> None:
+    """Retrieval without servers: negatives come from the batches of both ranks."""
+    given = {"num_sample_per_epoch": 72}
+    (alone,) = run(job, "two_tower", given, {}, ranks=1)
+    for rank in run(job, "two_tower", given, {}, ranks=2):
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5, abs=1e-5)
+        for key in alone.keys() - {"losses"}:
+            np.testing.assert_allclose(rank[key], alone[key], rtol=1e-4, atol=1e-5, err_msg=key)
+
+
 # ---- the log
 
 
