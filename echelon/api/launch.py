@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import codecs
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import inspect
@@ -32,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from echelon.base.environment import AGENT_STORE, LAUNCHED, LOOPBACK, RESTART_COUNT
 from echelon.base.errors import EchelonError, UsageError
+from echelon.base.parent_death import die_with
 from echelon.base.user_traceback import format_error
 from echelon.distributed import world
 
@@ -158,7 +158,8 @@ def _be(
     """Run the rank in the forked process and exit it; never return into the caller's program."""
     code = 1
     try:
-        _die_with(parent)
+        die_with(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller kills all ranks when it is interrupted
         _inherit_no_exit_handlers()
         _direct_output(printing)
         _take_place(number, count, listener)
@@ -170,14 +171,6 @@ def _be(
             atexit._run_exitfuncs()
     finally:
         os._exit(code)
-
-
-def _die_with(parent: int) -> None:
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller kills all ranks when it is interrupted
 
 
 def _direct_output(printing: Connection) -> None:

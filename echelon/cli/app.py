@@ -11,7 +11,7 @@ import typer
 from echelon.base.version import __version__
 from echelon.cli.check_commands import doctor, verify
 from echelon.cli.completion import completion
-from echelon.cli.file_commands import export, fetch_data
+from echelon.cli.file_commands import export, fetch_data, tokenize
 from echelon.cli.model_commands import train, zoo
 from echelon.cli.parsing import EchelonCommand, EchelonGroup, RunCommand
 from echelon.cli.plan_commands import bench, explain, memory, plan
@@ -87,6 +87,7 @@ _command()(timeline)
 _command()(report)
 _command()(watch)
 _command(name="fetch-data")(fetch_data)
+_command()(tokenize)
 _command()(completion)
 _command()(version)
 

@@ -1,4 +1,4 @@
-"""The commands ``echelon export`` and ``echelon fetch-data``, which write and fetch files."""
+"""The commands ``echelon export``, ``echelon fetch-data`` and ``echelon tokenize``, which write and fetch files."""
 
 from __future__ import annotations
 
@@ -103,3 +103,35 @@ def fetch_data(
 
     given = Downloader(spec, out, worker=part, workers=parts, parallel=parallel, token_env=token_env)
     say(f"{len(given.fetch())} files of {spec.split('?')[0]} are in {out}", stdout=True)
+
+
+def tokenize(
+    corpus: Annotated[
+        list[str], typer.Argument(help="Text files (.txt, .jsonl, both also with .gz), or directories of them.")
+    ],
+    *,
+    tokenizer: Annotated[
+        str, typer.Option(help="A tokenizer.json, or a directory of transformers with the tokenizer's files.")
+    ],
+    out: Annotated[str, typer.Option(help="The directory to write; it must not exist yet.")],
+    documents: Annotated[
+        str, typer.Option(help="A document of a .txt file: file, blank (texts between blank lines) or line.")
+    ] = "file",
+    field: Annotated[str, typer.Option(help="The field of a .jsonl line that holds the text.")] = "text",
+    end: Annotated[
+        str | None,
+        typer.Option(help="The token after each document; '' for none.", show_default="the tokenizer's own"),
+    ] = None,
+    procs: Annotated[int | None, typer.Option(help="Processes.", show_default="one for each core")] = None,
+) -> None:
+    """Tokenize a corpus into files that training maps into memory; the same command resumes an interrupted one."""
+    for path in corpus:
+        require_path(path, f"no file at {path}; check the path")
+    require_path(tokenizer, f"--tokenizer {tokenizer}: there is no such file or directory; give a tokenizer.json")
+    if documents not in ("file", "blank", "line"):
+        raise UsageError(f"--documents {documents}: expected file, blank or line")
+    from echelon.data.tokens import TokenizeOptions, tokenize_corpus
+
+    options = TokenizeOptions(documents=documents, field=field, end=end, procs=procs)  # type: ignore[arg-type]
+    head = tokenize_corpus(corpus, tokenizer, out, options, say)
+    say(f"{head.tokens:,} tokens of {head.documents:,} documents written to {out}", stdout=True)

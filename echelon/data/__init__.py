@@ -16,6 +16,7 @@ from echelon.data.repeated import Repeated, RepeatedStream
 if TYPE_CHECKING:
     from echelon.data.download import Downloader
     from echelon.data.packing import pack_collate
+    from echelon.data.tokens import TokenFiles, TokenizeOptions, tokenize_corpus
 
 __all__ = [
     "CtrFiles",
@@ -28,9 +29,21 @@ __all__ = [
     "RaggedColumns",
     "Repeated",
     "RepeatedStream",
+    "TokenFiles",
+    "TokenizeOptions",
     "pack_collate",
     "pad_collate",
+    "tokenize_corpus",
 ]
 
 #: Imported on first use: most jobs have their data already, and sequences of one length.
-__getattr__ = late_import(__name__, {"Downloader": "echelon.data.download", "pack_collate": "echelon.data.packing"})
+__getattr__ = late_import(
+    __name__,
+    {
+        "Downloader": "echelon.data.download",
+        "TokenFiles": "echelon.data.tokens",
+        "TokenizeOptions": "echelon.data.tokens",
+        "pack_collate": "echelon.data.packing",
+        "tokenize_corpus": "echelon.data.tokens",
+    },
+)

@@ -30,7 +30,7 @@ class RankBatch(NamedTuple):
     seconds: float = 0.0
     #: checksum of the samples that all ranks read from a stream, in the first step of an epoch
     mark: int | None = None
-    #: from where a stream with places is read on, as ``resumable_source.Anchor`` has it
+    #: place from which the samples after this step are read: ``resumable_source.Anchor``, ``stream_state.StreamRecord``
     anchor: Any = None
 
 

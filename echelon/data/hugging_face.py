@@ -34,6 +34,19 @@ def is_table_stream(dataset: Any) -> bool:
     return _is_one_of(dataset, "IterableDataset")
 
 
+def shuffles_in_buffer(dataset: Any) -> bool:
+    """Return True if a stream of the library shuffles in a buffer, or if that cannot be seen."""
+    if not is_table_stream(dataset):
+        return False
+    pending = [getattr(dataset, "_ex_iterable", None)]
+    for one in pending:
+        if one is None or "BufferShuffled" in type(one).__name__:
+            return True
+        inner = getattr(one, "ex_iterable", None)
+        pending += [*getattr(one, "ex_iterables", ()), *([] if inner is None else [inner])]
+    return False
+
+
 def reads_rows_at_once(dataset: Any) -> bool:
     """Return True if ``__getitems__`` reads many rows at once without running user code.
 

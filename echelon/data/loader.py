@@ -22,6 +22,7 @@ from echelon.data.fingerprint import DatasetFingerprint, dataset_fingerprint
 from echelon.data.loader_options import LoaderOptions
 from echelon.data.map_source import MapSource
 from echelon.data.open_source import draw_from, open_sampling, open_source, reads_apart
+from echelon.data.order import COMPUTED_FROM
 from echelon.data.resumable_source import ResumableSource
 from echelon.data.sampling import EpochSampler, batches_of
 from echelon.data.shard_source import Agreement, ShardSource
@@ -328,10 +329,14 @@ class Loader:
         facts: dict[str, Any] = {"seed": options.seed, "shuffle": options.shuffle}
         if isinstance(self._source, MapSource | BlockSource):
             facts["size"] = self._source.size
+            if options.shuffle and (self._source.size or 0) >= COMPUTED_FROM:
+                facts["order"] = "computed"  # by earlier versions the whole order was shuffled
             if self._sampling is not None:
                 facts["sampler"] = self._sampling.name
         elif options.shuffle:
             facts["shuffle_buffer"] = options.shuffle_buffer
+            if isinstance(self._source, StreamSource) and self._source.is_stateful:
+                facts["shuffled_in"] = "windows"
         if isinstance(self._source, ShardSource | BlockSource):
             facts["world_size"] = options.world_size
         if isinstance(self._source, BlockSource) and options.shuffle:

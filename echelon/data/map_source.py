@@ -18,7 +18,7 @@ from echelon.data.cursor import Cursor
 from echelon.data.data_source import RankBatch, seen_lengths, too_few
 from echelon.data.hugging_face import reads_rows_at_once
 from echelon.data.loader_options import LoaderOptions
-from echelon.data.order import BucketedOrder, EpochOrder, Indices, permutation
+from echelon.data.order import BucketedOrder, EpochOrder, Indices, epoch_order
 from echelon.data.repeated import Repeated
 from echelon.data.sampling import EpochSampler
 from echelon.data.seeding import SeedPurpose, chain, mix, numpy_stream, preserve_global_rng, seed_all
@@ -97,8 +97,8 @@ class MapSource:
         """Return this rank's samples in a batch, without padding; none if a sampler or lengths decide on the order."""
         if self.sampling is not None or self._lengths is not None:
             return []
-        indices = permutation(self._count, seed=self._options.seed, epoch=place.epoch, shuffle=self._options.shuffle)
-        taken = indices[place.start : place.start + place.taken]
+        order = epoch_order(self._count, seed=self._options.seed, epoch=place.epoch, shuffle=self._options.shuffle)
+        taken = order.take(place.start, place.start + place.taken)
         found: list[int] = taken[self._options.own(len(taken))].tolist()
         return found
 
@@ -143,9 +143,10 @@ class MapSource:
         if self.sampling is not None:
             indices = self.sampling.whole(cursor.epoch)
         else:
-            indices = permutation(self._count, seed=seed, epoch=cursor.epoch, shuffle=shuffle)
-        if self._lengths is None:
-            return EpochOrder(indices)
+            order = epoch_order(self._count, seed=seed, epoch=cursor.epoch, shuffle=shuffle)
+            if self._lengths is None:
+                return order
+            indices = order.take(0, self._count)
         shuffler = partial(numpy_stream, seed, SeedPurpose.BUCKET, cursor.epoch) if shuffle else lambda window: None
         return BucketedOrder(indices, self._measure, cursor.cut, self._options.bucket_window, shuffler)
 

@@ -81,7 +81,7 @@ class ShardSource:
             return RaggedBatch(items + reader.reservoir.again(missing, self._passes.key(turn)), len(items), turn.epoch)
         return RaggedBatch(items or reader.previous, len(items), turn.epoch)
 
-    def _open(self, epoch: int) -> Iterable[Any]:
+    def _open(self, epoch: int, record: object = None) -> Iterable[Any]:
         options = self._options
         if isinstance(self._dataset, FileList):
             files = self._dataset.arranged(options.seed, epoch) if options.shuffle else self._dataset

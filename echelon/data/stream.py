@@ -20,12 +20,21 @@ from echelon.data.cursor import Cursor
 from echelon.data.data_source import RankBatch, lengths_function, seen_lengths, too_few
 from echelon.data.loader_options import LoaderOptions
 from echelon.data.order import bucketed_places
+from echelon.data.sampling import known_length
 from echelon.data.seeding import SeedPurpose, chain, mix, numpy_stream, preserve_global_rng, python_stream, seed_all
+from echelon.data.stream_state import (
+    RECENT,
+    StreamRecord,
+    StreamRecords,
+    continued,
+    is_stateful,
+    record_interval,
+)
 
 #: Number of samples kept for padding at the end of a stream.
 RESERVOIR = 256
-#: Opens the stream of an epoch.
-Begin = Callable[[int], Iterable[Any]]
+#: Opens the stream of an epoch, from a recorded state on if there is one.
+Begin = Callable[[int, StreamRecord | None], Iterable[Any]]
 
 
 class StreamItem(NamedTuple):
@@ -41,6 +50,7 @@ class StreamStep(NamedTuple):
     cut: int
     start: int
     step: int
+    record: StreamRecord | None = None
 
 
 class Reservoir:
@@ -62,20 +72,41 @@ class Reservoir:
         return python_stream(*self._seed, step).choices(self.kept, k=count) if count else []
 
 
+class RecentItems(Reservoir):
+    """The samples read last, in place of a choice of all, which a continued stream has not read."""
+
+    def add(self, item: StreamItem) -> None:
+        self.seen = item.position + 1
+        self.kept.append(item)
+        del self.kept[:-RECENT]
+
+
 class StreamPassReader:
     """One pass over a stream: numbered, shuffled, bucketed, divided into batches of ``batch`` items."""
 
-    def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int, turn: StreamStep) -> None:
+    def __init__(
+        self,
+        stream: Begin,
+        options: LoaderOptions,
+        *,
+        salt: int,
+        batch: int,
+        turn: StreamStep,
+        records: StreamRecords | None = None,
+    ) -> None:
         self._stream = stream
         self._options = options
         self._salt = salt
         self._batch = batch
         self._length = lengths_function(options.lengths)
         self.turn = turn
-        self.reservoir = Reservoir(options.seed, SeedPurpose.RESERVOIR, turn.epoch, salt)
+        self._begin = turn.record.position if turn.record else 0
+        self.records = records
+        pool = Reservoir if records is None else RecentItems
+        self.reservoir = pool(options.seed, SeedPurpose.RESERVOIR, turn.epoch, salt)
         self._items = self._sequence()
         #: the last non-empty batch before the current one, for stand-in batches
-        self.previous = self._skip(turn.start)
+        self.previous = self._skip(turn.start - self._begin)
         self._current: list[StreamItem] = []
         self._step = -1
 
@@ -92,13 +123,14 @@ class StreamPassReader:
     def _skip(self, count: int) -> list[StreamItem]:
         """Skip ``count`` items; return the last batch of them, which is short if the stream ended."""
         behind = deque(enumerate(itertools.islice(self._items, count), start=1), maxlen=self._batch)
-        passed = behind[-1][0] if behind else 0
-        return [item for number, item in behind if number > passed - (passed % self._batch or self._batch)]
+        passed = self._begin + behind[-1][0] if behind else 0
+        first = passed - (passed % self._batch or self._batch)
+        return [item for number, item in behind if self._begin + number > first]
 
     def _sequence(self) -> Iterator[StreamItem]:
         items = self._numbered()
         if self._options.shuffle:
-            items = self._shuffled(items)
+            items = self._shuffled(items) if self.records is None else self._shuffled_in_windows(items)
         return items if self._length is None else self._bucketed(items)
 
     def _numbered(self) -> Iterator[StreamItem]:
@@ -106,8 +138,9 @@ class StreamPassReader:
         epoch = 0 if self._options.cache else self.turn.epoch
         seed = mix(self._options.seed, SeedPurpose.SAMPLE, epoch, self._salt)
         seed_all(seed)
-        samples = iter(self._stream(self.turn.epoch))
-        for position in itertools.count():
+        stream = self._stream(self.turn.epoch, self.turn.record)
+        samples = iter(stream if self.records is None else self.records.read(stream, self._begin))
+        for position in itertools.count(self._begin):
             seed_all(chain(seed, position))
             try:
                 sample = next(samples)
@@ -127,6 +160,16 @@ class StreamPassReader:
         draw.shuffle(buffer)
         yield from buffer
 
+    def _shuffled_in_windows(self, items: Iterator[StreamItem]) -> Iterator[StreamItem]:
+        """Shuffle windows of the stream each for itself, so that the order after a window does not depend on it."""
+        size = self._options.shuffle_buffer
+        for number in itertools.count(self._begin // size):
+            window = list(itertools.islice(items, size))
+            if not window:
+                return
+            python_stream(self._options.seed, SeedPurpose.BUFFER, self.turn.epoch, self._salt, number).shuffle(window)
+            yield from window
+
     def _bucketed(self, items: Iterator[StreamItem]) -> Iterator[StreamItem]:
         key = (self._options.seed, SeedPurpose.BUCKET, self.turn.epoch, self._salt)
         for number in itertools.count():
@@ -141,11 +184,14 @@ class StreamPassReader:
 class StreamPasses:
     """The pass in progress; a step before its position, or in another epoch, starts a new pass."""
 
-    def __init__(self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int) -> None:
+    def __init__(
+        self, stream: Begin, options: LoaderOptions, *, salt: int, batch: int, is_stateful: bool = False
+    ) -> None:
         self._stream = stream
         self._options = options
         self._salt = salt
         self._batch = batch
+        self._is_stateful = is_stateful
         self._reader: StreamPassReader | None = None
 
     def at(self, turn: StreamStep) -> tuple[StreamPassReader, list[StreamItem]]:
@@ -153,10 +199,16 @@ class StreamPasses:
         reader, self._reader = self._reader, None  # a generator that raised cannot continue: keep it only on success
         with _alone():
             if reader is None or not reader.reaches(turn):
-                reader = StreamPassReader(self._stream, self._options, salt=self._salt, batch=self._batch, turn=turn)
+                reader = self._begin(turn)
             items = reader.take(turn.step)
         self._reader = reader
         return reader, items
+
+    def _begin(self, turn: StreamStep) -> StreamPassReader:
+        records = StreamRecords(record_interval(self._options)) if self._is_stateful else None
+        return StreamPassReader(
+            self._stream, self._options, salt=self._salt, batch=self._batch, turn=turn, records=records
+        )
 
     def key(self, turn: StreamStep) -> int:
         """Return the position of the step in the epoch, independent of the start of the pass."""
@@ -167,15 +219,23 @@ class StreamSource:
     """An iterable data set. All ranks see its end at the same step, without communication."""
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
-        self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
+        self.size: int | None = known_length(dataset)  # a ChainDataset has a __len__ that raises
         lengths_function(options.lengths)
         self._options, self._bind = options, StreamCollator(options, salt=0, dataset=dataset)
         self._dataset = dataset
         self._kept = CachedStream(partial(iter, dataset)) if options.cache else None
-        self._passes = StreamPasses(self._open, options, salt=0, batch=options.global_batch)
+        self.is_stateful = is_stateful(dataset, options)
+        self._passes = StreamPasses(
+            self._open,
+            options,
+            salt=0,
+            batch=options.global_batch,
+            is_stateful=self.is_stateful,
+        )
 
     def requests(self, cursor: Cursor) -> Iterator[StreamStep]:
-        return (StreamStep(cursor.epoch, cursor.cut, cursor.samples, step) for step in itertools.count())
+        record = StreamRecord(*cursor.anchor) if self.is_stateful and cursor.anchor is not None else None
+        return (StreamStep(cursor.epoch, cursor.cut, cursor.samples, step, record) for step in itertools.count())
 
     def fetch(self, request: StreamStep) -> RankBatch | None:
         with preserve_global_rng():
@@ -191,11 +251,15 @@ class StreamSource:
             own = items[self._options.own(len(items))]
             shown = own or reader.previous[self._options.own(len(reader.previous))] or reader.previous or items[:1]
             piece = self._bind(shown, request.epoch, share=len(own), taken=taken)
+            if reader.records is not None:
+                piece = piece._replace(anchor=reader.records.before(self._passes.key(request) + taken))
             is_first = request.step == 0 and self._options.world_size > 1
             return piece._replace(mark=samples_checksum([item.sample for item in items])) if is_first else piece
 
-    def _open(self, epoch: int) -> Iterable[Any]:
+    def _open(self, epoch: int, record: StreamRecord | None = None) -> Iterable[Any]:
         announce(self._dataset, 0 if self._options.cache else epoch)
+        if record is not None:
+            return continued(self._dataset, record)
         return self._dataset if self._kept is None else self._kept
 
     def _check(self, reader: StreamPassReader) -> None:

@@ -45,11 +45,24 @@ def loader_request(
     _refuse_contradictions(options, batch_size, global_batch)
     if is_torch_loader(data):
         return _from_loader(data, batch_size, global_batch, options)
+    _refuse_wrapper(data)
     if (generator := options.pop("generator", None)) is not None and options.pop("shuffle", True):
         options.setdefault("sampler", _shuffled_by(generator, data))
     if "sampler" in options:
         options["sampler"] = undealt(options["sampler"], options)
     return LoaderRequest(data, batch_size, global_batch, options)
+
+
+def _refuse_wrapper(data: Any) -> None:
+    """Raise for an object that iterates a DataLoader, because its items are batches and not samples."""
+    if isinstance(data, IterableDataset) or hasattr(data, "__getitem__"):
+        return
+    for name, value in getattr(data, "__dict__", {}).items():
+        if is_torch_loader(value):
+            raise UsageError(
+                f"{type(data).__name__} iterates the DataLoader in its '{name}', and its items are batches; pass that "
+                "DataLoader to engine.loader()"
+            )
 
 
 def refuse_unnamed(sizes: tuple[Any, ...]) -> None:

@@ -87,6 +87,7 @@ DATASETS = frozenset(
         "squad",
         "tar_shards",
         "text",
+        "tokens",
         "wiki",
         "word_pairs",
     }

@@ -96,6 +96,10 @@ MISTAKES = {
     "timeline empty": "there is no timeline in 'empty'; record one by 'echelon run --timeline ...'",
     "timeline logs": "there is no timeline in 'logs', and none in '{here}/empty', where this run has written its log; "
     "record one by 'echelon run --timeline ...'",
+    "tokenize none.txt --tokenizer t.json --out x": "no file at none.txt; check the path",
+    "tokenize . --tokenizer none.json --out x": "--tokenizer none.json: there is no such file or directory; give a "
+    "tokenizer.json",
+    "tokenize . --tokenizer . --out x --documents all": "--documents all: expected file, blank or line",
     "fetch-data none.yaml": "'none.yaml' cannot be read: No such file or directory; check the path",
     "bench --procs 0": "--procs 0: expected 1 or more",
     "train --procs 0 --model_name lenet": "--procs 0: expected 1 or more",

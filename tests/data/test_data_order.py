@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from echelon.data import Loader
+from echelon.data.order import ComputedOrder, epoch_order
 
 
 class Squares(Dataset):
@@ -182,3 +183,33 @@ def test_a_plain_loop_after_a_break_begins_the_next_epoch():
     whole = [numbers(batch) for batch in loader]
     other = Loader(Squares(20), batch_size=4)
     assert whole == [[numbers(batch) for batch in other] for _ in range(2)][1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 97, 1000, 20_011])
+def test_a_computed_order_holds_each_sample_once(size):
+    computed = ComputedOrder(size, 7, 1)
+    pieces = [computed.take(at, min(at + 13, computed.end(at, 13))) for at in range(0, size, 13)]
+    assert sorted(np.concatenate(pieces).tolist()) == list(range(size))
+    assert np.array_equal(ComputedOrder(size, 7, 1).take(size // 2, size), np.concatenate(pieces)[size // 2 :])
+
+
+def test_a_computed_order_is_as_mixed_as_a_shuffled_one():
+    size = 2**16
+    first, second = (ComputedOrder(size, 7, epoch).take(0, size) for epoch in range(2))
+    places = np.arange(size)
+    for one, other in ((first, places), (second, places), (first, second), (first[:-1], first[1:])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(size)
+        assert (one == other).sum() < 10  # 1 on average
+    counts = np.histogram(first[: size // 16], bins=64)[0]  # the first part of an epoch comes from everywhere
+    assert abs(((counts - 64) ** 2 / 64).sum() - 63) < 5 * np.sqrt(126)
+
+
+def test_an_order_of_1e12_samples_takes_no_memory():
+    order = epoch_order(10**12, seed=1, epoch=2, shuffle=True)
+    taken = order.take(5 * 10**11, 5 * 10**11 + 64)
+    assert len(set(taken.tolist())) == 64
+    assert 0 <= taken.min() < taken.max() < 10**12
+    assert np.array_equal(
+        taken[10:], epoch_order(10**12, seed=1, epoch=2, shuffle=True).take(5 * 10**11 + 10, 5 * 10**11 + 64)
+    )
+    assert epoch_order(10**12, seed=1, epoch=2, shuffle=False).take(7, 9).tolist() == [7, 8]

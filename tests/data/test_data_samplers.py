@@ -17,6 +17,7 @@ from harness import run
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -247,6 +248,14 @@ class Moved(IterableDataset[int]):
         return iter(range(23))
 
 
+class Prefetcher:
+    def __init__(self) -> None:
+        self.inner = DataLoader(DATA, batch_size=4)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inner
+
+
 def requested(data: Any, *sizes: int | None, **options: Any) -> dict[str, Any]:
     batch_size, global_batch = sizes or (None, None)
     asked = loader_request(data, batch_size, global_batch, options)
@@ -379,6 +388,10 @@ class Own(DataLoader[Any]):
         (lambda: requested(DataLoader(DATA, batch_size=None)), "DataLoader(batch_size=None) hands out its samples"),
         (lambda: requested(Own(DATA)), "Own has an __iter__ of its own"),
         (
+            lambda: requested(Prefetcher(), 8, None),
+            "Prefetcher iterates the DataLoader in its 'inner'",
+        ),
+        (
             lambda: requested(DataLoader(DATA, sampler=OfRanks())),
             "OfRanks and engine.loader() both distribute samples over ranks",
         ),
@@ -498,6 +511,25 @@ class Opened(Numbers):
 
     def __getitem__(self, index: int) -> int:
         return self.file + index
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(11))
+
+
+def test_a_chain_of_streams_without_length_is_read() -> None:
+    chain = DataLoader(ChainDataset([Numbers(), Numbers()]), batch_size=4)
+    with pytest.raises(TypeError):
+        len(chain.dataset)  # type: ignore[arg-type]
+    steps = zip(*(requested_loader(chain, rank) for rank in range(2)), strict=True)
+    found = [torch.cat(step).tolist() for step in steps]
+    assert [n for step in found for n in step] == [*range(11), *range(11)]
+
+
+def requested_loader(data: Any, rank: int) -> Loader:
+    made = loader_request(data, None, 4, {})
+    return Loader(made.dataset, batch_size=2, rank=rank, world_size=2, **made.options)
 
 
 def opening(worker: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -149,6 +150,15 @@ def prepare(source: str) -> dict[str, Any]:
     return names
 
 
+def write_tokens() -> None:
+    words = {"[UNK]": 0, "</s>": 1}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save("tokenizer.json")
+    Path("corpus.txt").write_text("a word " * 2000)
+    echelon.data.tokenize_corpus(["corpus.txt"], "tokenizer.json", "corpus.tokens")
+
+
 def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each name with parameters has an example; all run here, in one process."""
     monkeypatch.chdir(tmp_path)
@@ -158,6 +168,7 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "data" / "a.txt").write_text("one\n")
     recommender()["engine"].save("ckpt", wait=True)
     echelon.export_servable("ckpt", "servable")
+    write_tokens()
     missing, failed = [], []
     for name, found in documented():
         blocks = docstrings.examples(inspect.getdoc(found) or "")

@@ -52,7 +52,7 @@ def _open_documents(request: Request, paths: list[Path]) -> Data:
     texts, size = _encoded_each(request, found)
     length, cut = int(request.get("max_seq_length", 128)), len(found) - held_out
     train, test = (
-        PackedDocuments(TokenizedTexts(texts.tokens, texts.begins[low : high + 1]), length)
+        PackedDocuments(texts.tokens, texts.begins[low : high + 1], length)
         for low, high in ((0, cut), (cut, len(found)))
     )
     if not len(train):
