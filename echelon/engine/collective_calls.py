@@ -31,19 +31,22 @@ FIRST_STEPS = 3
 PER_STEP = frozenset({"step", "update", "reduce", "grad_norm", "clip_grad_norm_", "clip_grad_value_"})
 
 
-def check_same_plan(plan: Plan, group: dist.ProcessGroup, on_nonfinite: object = None) -> None:
+def check_same_plan(plan: Plan, group: dist.ProcessGroup, on_nonfinite: object = None, own: Any = None) -> Any:
     """Raise ``MismatchError`` on every rank if a plan differs from rank 0's; the error names the first difference.
 
+    The result is rank 0's ``own``.
+
     on_nonfinite: setting that must be the same, too
+    own:          settings in which rank 0's hold for all ranks
     """
-    found = gather_json([plan.hash, str(on_nonfinite)], group)
+    found = gather_json([plan.hash, str(on_nonfinite), own], group)
     hashes, settings = ([each[i] for each in found] for i in (0, 1))
     if (other := next((rank for rank, text in enumerate(settings) if text != settings[0]), None)) is not None:
         raise MismatchError(f"rank {other} was given on_nonfinite={settings[other]}, and rank 0 {settings[0]}; give "
                             "every rank the same")  # fmt: skip
     different = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
     if not different:
-        return
+        return found[0][2]
     plans = gather_json(json.loads(plan.to_json()), group)
     rank = different[0]
     where = first_difference(plans[rank], plans[0])

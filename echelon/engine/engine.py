@@ -67,6 +67,7 @@ class Engine(OwnLoop, CheckpointCalls):
         buffers = replica_buffers(run, parts.plan, grid)
         self._clock = run.metrics.clock
         self._passes = ForwardBackward(planned, parts, self._fast, buffers, self._forward)
+        run.metrics.join(planned.world, planned.loss_ranks(parts), can_have_tokens=not run.backend.pushes)
         self._updates = OptimizerUpdate(run, parts)
         self._local_gradients = LocalGradients(parts, self._passes, self._reduce_early, run.say)
         self._replicas = ReplicaSync(run, grid, parts, buffers)

@@ -119,16 +119,17 @@ class EngineState:
         """The number of steps skipped because of an overflow, or by ``on_nonfinite="skip"``."""
         return self._parts.scaler.skipped
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Write user-defined numbers (``{"perplexity": p}``) to the console, the files and the report.
+    def log(self, values: Mapping[str, Any] | None = None, /, *, reduce: str | None = "mean", **named: Any) -> None:
+        """Write user-defined numbers to the console, the files, the report and the trackers, merged over ranks.
 
-        Only the numbers of rank 0 are written; on other ranks the call does nothing.
+        values: numbers, or tensors of one number, by name
+        reduce: rule over the replicas that log a name: ``mean`` (default), ``sum``, ``max``, ``min``; ``last`` or None
+                for rank 0's own number
+        named:  further numbers by name
 
-        values: numbers by name
-
-        >>> engine.log({"perplexity": 12.5})
+        >>> engine.log(perplexity=12.5)
         """
-        self._run.metrics.log(self.steps, values)
+        self._run.metrics.log(self.steps, {**(values or {}), **named}, reduce)
 
     @property
     def _view(self) -> RunView:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,7 @@ class ForwardBackward:
         world, grid, rows = planned.run.world, planned.grid, planned.rows
         pushes = planned.run.backend.pushes
         self._batch_text, self._clock = planned.loaders.batch_text, planned.run.metrics.clock
+        self._extras = planned.run.metrics.extras
         self._device, self._objective = world.device, planned.objective
         group = parts.group
         self.losses = FiniteLossCheck(world.rank, world.device.type == "cuda", world.control if group else None)
@@ -120,6 +122,7 @@ class ForwardBackward:
     def reduce(self, loss: StepLoss, batch: PreparedBatch, step: int) -> bool:
         """Check the loss; complete the reduction and return True if this was the last accumulated pass."""
         is_complete = self._gradients.after_backward(loss, step)
+        self._extras.received(loss.extras)
         if is_complete:
             self._clock.lap("communicate")
         self._check(step, loss)
@@ -158,6 +161,7 @@ class ForwardBackward:
         self.counted = stated is not None or samples is not None
         known = stated if stated is not None else samples
         weight, global_loss = self._own_loss(known)
+        self._extras.received(global_loss.extras)
         self._early_samples = 1.0 if known is None else known
         mixes = "gather_batch() mixes gradients of all replicas" if self._rows.is_used else None
         mixes = "batch norm has statistics over all replicas" if self._mixes else mixes
@@ -183,14 +187,15 @@ class ForwardBackward:
         knows it; else all ranks have equal weights.
         """
         loss, is_sum = self._given.to(self._device), self._loss_weights.is_sum
+        mean = partial(GlobalLoss, loss, group=self._group, extras=self._extras.own())
         if samples is not None or self._group is None or is_sum:
             weight = 1.0 if samples is None else samples
-            return weight, GlobalLoss(loss, weight, weight, is_sum, self._group)
+            return weight, mean(weight, weight, is_sum)
         own = self.own_counts.known
-        global_loss = GlobalLoss(loss, own.count, own.code, False, self._group)
+        global_loss = mean(own.count, own.code, False)
         if global_loss.rows == self._replicas * MEAN_CODE:
             return own.count, global_loss
-        return 1.0, GlobalLoss(loss, 1.0, 1.0, bool(global_loss.rows == self._replicas * SUM_CODE), self._group)
+        return 1.0, mean(1.0, 1.0, bool(global_loss.rows == self._replicas * SUM_CODE))
 
     @property
     def is_local(self) -> bool:
@@ -256,7 +261,8 @@ class ForwardBackward:
             self._has_agreed = True
             self._loss_weights.agree(self._group, self._device)
             count = self._count(main, rows, samples)
-        loss = GlobalLoss(made.loss, count, rows, self._loss_weights.is_sum, self._group, self._ride(count))
+        extras = self._extras.own(inputs, counts=rows > 0)
+        loss = GlobalLoss(made.loss, count, rows, self._loss_weights.is_sum, self._group, self._ride(count), extras)
         self._gradients.before_backward(loss, step)
         made.backward(self._gradients.weigh(count))
         return loss
@@ -280,7 +286,8 @@ class ForwardBackward:
         inputs, rows, samples = batch.inputs, batch.rows, batch.samples
         expected = rows if samples is None else samples
         ahead = self._gradients.counts_first
-        loss = PipelineGlobalLoss(expected, rows, self._is_last, self._group, self._device, ahead)
+        extras = self._extras.own(inputs, counts=self._is_last and rows > 0)
+        loss = PipelineGlobalLoss(expected, rows, self._is_last, self._group, self._device, ahead, extras)
         weighing = MicroBatchWeights(self._gradients, self._loss_weights, self._objective.main_loss, rows, samples)
         self._gradients.before_backward(loss, step, staged.passes)
         loss.close(staged.train(inputs, weighing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.replicas import broadcast_state
@@ -21,6 +21,9 @@ from echelon.plan import Plan
 from echelon.plan.saved_plan import SavedPlan
 from echelon.strategy.annotations.annotate import ModelMarks
 
+if TYPE_CHECKING:
+    from echelon.engine.parallelize import ParallelModel
+
 
 class PlannedRun:
     """One rank's place in a plan: the mesh, which batches it reads, the loss function and the loaders.
@@ -37,7 +40,7 @@ class PlannedRun:
         check_precision(plan.amp, run.world.device)
         refuse_combination(run.on_nonfinite, plan, run)
         if run.world.control is not None:
-            check_same_plan(plan, run.world.control, run.on_nonfinite)
+            run.metrics.terms = check_same_plan(plan, run.world.control, run.on_nonfinite, run.metrics.terms)
             run.checker.open()
             broadcast_state(run.model, without=run.initial)
             run.initial.agree(run.world.control)
@@ -63,6 +66,11 @@ class PlannedRun:
     def is_complete(self, batch: Any) -> bool:
         """Return True if the model can be parallelized: a pipeline is partitioned by tracing a batch."""
         return batch is not None or self.plan.mesh.get("stage", 1) == 1
+
+    def loss_ranks(self, parts: ParallelModel) -> list[int] | None:
+        """Return the ranks that share this rank's loss; None if it steps alone."""
+        stage = ["stage"] if parts.plan.stages else []
+        return None if parts.group is None else self.grid.ranks(*parts.plan.data_axes, *stage)
 
     def seed(self) -> None:
         """Seed this rank's RNG stream."""

@@ -91,7 +91,7 @@ class RunContext:
         self.guard = StepGuard(optimizers.values(), alone=world.size == 1 and not backend.pushes, say=self.say)
         self.log, self.metrics = log, MetricsLogger(log, world.device, world.rank)
         self.timeline = requested_session(log, self.metrics.directory)
-        self.record = RunLogWriter(self.metrics.directory, world.rank)
+        self.record = RunLogWriter(self.metrics.directory, world.rank, self.metrics.has_trackers)
         self.voice = RunLogger(self.metrics, self.record, speaks=world.rank == 0)
         self.elastic = ElasticState(elastic, world.mesh_size)
         self.positions = LoaderPositions(self.elastic, self.say)
@@ -100,6 +100,7 @@ class RunContext:
         self.snapshots = SnapshotHosts.for_next_engine() if trial is None and not backend.pushes else None
         self.preemption = PreemptionHandler(world)
         self.exit = ExitHook()
+        self.metrics.connect(self.record, lambda line: self.say(line, "warning"), self.exit.renew)
         self.exit.add(self._finish)
 
     @property

@@ -25,8 +25,13 @@ class ExitHook:
     def add(self, finish: Finish) -> None:
         """Call ``finish`` before all handlers registered so far, because it may need what they close."""
         self._finishes.append(finish)
-        atexit.unregister(self._at_exit)
-        atexit.register(self._at_exit)
+        self.renew()
+
+    def renew(self) -> None:
+        """Call the functions before all handlers that were registered meanwhile."""
+        if self._finishes:
+            atexit.unregister(self._at_exit)
+            atexit.register(self._at_exit)
 
     def now(self) -> None:
         atexit.unregister(self._at_exit)

@@ -26,7 +26,7 @@ class UpdateRecord:
 
     samples: samples of all ranks in all accumulated passes; None if their number is unknown
     rate:    learning rate, before schedulers changed it
-    norm:    2-norm of all gradients before clipping; None without clipping
+    norm:    2-norm of all gradients before clipping; None if it was not computed
     """
 
     loss: Tensor
@@ -68,6 +68,8 @@ class OptimizerUpdate:
         run, parts, norm = self._run, self._parts, None
         if parts.plan.clip is not None:
             norm = clip_gradients(parameters_of(optimizers), parts.plan.clip, parts.census, run.world.device)
+        elif run.metrics.norm_due(run.progress.steps + 1):
+            norm = parts.census.norm(parameters_of(optimizers), run.world.device)
         if run.backend.steps_here:
             with scaled_rates(optimizers.values(), factor), run.guard:
                 for optimizer in optimizers.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,22 +15,22 @@ from torch import Tensor
 from echelon.base.console import say
 from echelon.base.errors import UsageError
 from echelon.observability.metrics.deferred_scalar import DeferredScalar
+from echelon.observability.metrics.destinations import Destinations
+from echelon.observability.metrics.logged_numbers import LoggedNumbers, Merged
 from echelon.observability.metrics.prediction_check import WARM, WARM_WITH_GRAPHS, PredictionCheck
-from echelon.observability.metrics.sinks import (
-    ConsoleSink,
-    JsonLinesSink,
-    ProgressBarSink,
-    Record,
-    Sink,
-    TensorBoardSink,
-    find_event_writer,
-)
+from echelon.observability.metrics.rank_merge import RankMerge
+from echelon.observability.metrics.sinks import ConsoleSink, ProgressBarSink, Sink
 from echelon.observability.metrics.step_clock import Seconds, make_clock
+from echelon.observability.metrics.step_extras import StepExtras
+from echelon.observability.metrics.tracker_runs import TrackerRuns
+from echelon.observability.metrics.trackers import Record
 from echelon.observability.runlog.log_files import LOGGED, launcher_run_directory
 from echelon.strategy.log_settings import Log
 
 if TYPE_CHECKING:
+    from echelon.distributed.world import World
     from echelon.observability.runlog.rank_log import RankFigures
+    from echelon.observability.runlog.run_log_writer import RunLogWriter
 
 
 class _FinishedStep(NamedTuple):
@@ -59,7 +59,8 @@ class MetricsLogger:
         self._foretold: PredictionCheck | None = None
         self._every, self._log = log.every, log
         self._speaks = rank == 0
-        self._sinks: list[Sink] | None = None
+        self._sinks: list[Sink] | None = None  # of all records
+        self._lines: list[Sink] = []  # of records of steps only
         self._due: Callable[[], Record] | None = None
         self._last: _FinishedStep | None = None  # the newest step, until a record includes it
         self._steps = 0
@@ -67,14 +68,46 @@ class MetricsLogger:
         self._since = time.perf_counter()
         self.directory = _directory(log)
         self._figures = _figures(self.directory, rank, device)
-        self._event_writer = find_event_writer() if log.tensorboard and self._speaks else None
+        self._destinations = Destinations(log, self.directory, is_first=self._speaks)
+        self._open_files: Callable[[], list[Sink]] = list
+        #: settings that must be equal on all ranks: steps between two records, and whether norms are recorded
+        self.terms: list[Any] = [log.every, log.grad_norm]
+        self._numbers = LoggedNumbers(rank)
+        self._merge = RankMerge(rank, self._numbers, self._write_logged, say)
+        self.extras = StepExtras(self._numbers.__bool__, self._speaks)
+        self._flops_share: float | None = None  # FLOPs of a step over the peak FLOP/s of all devices
+
+    def connect(self, run_log: RunLogWriter, warn: Callable[[str], None], renew_exit: Callable[[], None]) -> None:
+        """Set what files and trackers need of the run.
+
+        warn:       callback for one line on a tracker that fails
+        renew_exit: callback that keeps the run's exit handler in front of a tracker's
+        """
+        runs = TrackerRuns(self.directory, lambda: run_log.goes_on, run_log.tracked)
+        self._open_files = lambda: self._destinations.open(runs, warn, renew_exit)
+
+    def join(self, world: World, ranks: Sequence[int] | None, can_have_tokens: bool) -> None:
+        """Set the place of this rank in the plan.
+
+        ranks:           ranks that share this rank's loss; None if it steps alone
+        can_have_tokens: False if ids in a batch are those of sparse tables
+        """
+        self.extras.join(world.data_size if ranks is None else 1, None if can_have_tokens else False)
+        self._merge.join(world.data_rank, ranks, self.terms[0])
+
+    def norm_due(self, step: int) -> bool:
+        """Return True if the norm of the gradients of this step is to be recorded, on all ranks alike."""
+        every, has_norm = self.terms
+        return bool(has_norm) and step % every == 0
+
+    @property
+    def has_trackers(self) -> bool:
+        return self._destinations.has_trackers
 
     @property
     def notices(self) -> list[str]:
         """Log lines on requested outputs that cannot be written. The run continues without them."""
-        if not self._log.tensorboard or not self._speaks or self._event_writer is not None:
-            return []
-        return ["tensorboard: not installed, so no event files are written; pip install 'echelon[tensorboard]'"]
+        return self._destinations.notices
 
     def say(self, text: str) -> None:
         """Print a line on rank 0 that is not part of a record."""
@@ -114,6 +147,7 @@ class MetricsLogger:
         """
         if self._due is not None or self._figures is not None:
             self._flush()
+        self._merge.after_step(step, self.extras.pending)
         self._steps += 1
         self._last = _FinishedStep(step, loss, rate, total, time.time(), time.perf_counter(), norm)
         if not self._speaks:
@@ -146,6 +180,8 @@ class MetricsLogger:
         late, steps = DeferredScalar(last.loss), self._steps
         norm = None if last.norm is None else DeferredScalar(last.norm)
         examples = DeferredScalar(self._examples) if isinstance(self._examples, Tensor) else None
+        found = self.extras.take_tokens()
+        tokens = DeferredScalar(found) if isinstance(found, Tensor) else found
         count, elapsed = self._examples, last.at - self._since
         self._examples, self._since = 0.0, last.at
 
@@ -157,6 +193,10 @@ class MetricsLogger:
                 record["steps_per_s"] = steps / elapsed
             else:
                 record["examples_per_s"] = (examples.read() if examples else float(count)) / elapsed
+            if tokens:
+                record["tokens_per_s"] = (tokens if isinstance(tokens, float) else tokens.read()) / elapsed
+            if self._flops_share is not None:
+                record["mfu"] = self._flops_share * steps / elapsed
             return record | {phase: 1e3 * spent / steps for phase, spent in seconds().items()}
 
         return complete
@@ -166,24 +206,26 @@ class MetricsLogger:
             self._figures.flush()
         if self._due is not None:
             record, self._due = self._due(), None
-            for sink in self._open():
+            for sink in (*self._open_lines(), *self._open()):
                 sink.write(record)
 
     def note(self, record: Record) -> None:
-        """Write a record of another kind, such as an evaluation, to the files."""
+        """Write a record of another kind, such as an evaluation, to files and trackers."""
         if self._speaks:
             for sink in self._open():
-                if isinstance(sink, JsonLinesSink | TensorBoardSink):
-                    sink.write({"time": time.time(), **record})
+                sink.write({"time": time.time(), **record})
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the script's own numbers to the console and to the files."""
-        found = {name: _number(name, value) for name, value in values.items()} if self._speaks else {}
-        if not found:
-            return
-        if self._log.console and self._log.lines:
-            print(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
-        self.note({"step": step, LOGGED: found})
+    def log(self, step: int, values: Mapping[str, Any], reduce: str | None = "mean") -> None:
+        """Take the script's own numbers, which are written when they are merged over ranks."""
+        self._numbers.add(step, values, reduce)
+        if values:
+            self._merge.logged()
+
+    def _write_logged(self, merged: Merged) -> None:
+        for step, values in merged.items():
+            if self._log.console and self._log.lines:
+                print(f"step {step}  " + "  ".join(f"{name} {value:.6g}" for name, value in values.items()), flush=True)
+            self.note({"step": step, LOGGED: values})
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the sinks, after a record of the steps since the last one.
@@ -193,46 +235,32 @@ class MetricsLogger:
         self._flush()
         if self._last is not None and error is None:
             self._take(self._last)
-            self._sinks = self._sinks or self._files()  # no progress bar that only shows the end
             if self._due is not None:
                 self.note(self._due())
+        self._merge.close(failed=error is not None)
         if self._figures is not None:
             self._figures.close()
-        for sink in self._sinks or []:
-            sink.close()
-        self._sinks = None
+        for sink in (*self._lines, *(self._sinks or [])):
+            sink.close(failed=error is not None)
+        self._sinks, self._lines = None, []
 
     def _open(self) -> list[Sink]:
+        """Return the sinks of all records; open them if they are not open."""
         if self._sinks is None:
-            self._sinks = []
-            if self._log.console and self._log.lines:
-                bar = self._log.progress if self._log.progress is not None else _terminal()
-                self._sinks.append(ProgressBarSink() if bar else ConsoleSink())
-            self._sinks += self._files()
+            self._sinks = self._open_files()
         return self._sinks
 
-    def _files(self) -> list[Sink]:
-        if self.directory is None:
-            return []
-        files: list[Sink] = [JsonLinesSink(self.directory)]
-        return files if self._event_writer is None else [*files, TensorBoardSink(self.directory, self._event_writer)]
-
-
-def _number(name: str, value: Any) -> float:
-    """Return the value that a script logs as a float; a tensor on a GPU is waited for."""
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise UsageError(f"log(): '{name}' is a {type(value).__name__}; give numbers, or tensors of one number")
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # an array of several numbers
-        raise UsageError(f"log(): '{name}' is not one number; take its mean, for example") from None
+    def _open_lines(self) -> list[Sink]:
+        """Return the sinks of the console; open them if they are not open."""
+        if not self._lines and self._log.console and self._log.lines:
+            bar = self._log.progress if self._log.progress is not None else _terminal()
+            self._lines = [ProgressBarSink() if bar else ConsoleSink()]
+        return self._lines
 
 
 def _directory(log: Log) -> Path | None:
     path = Path(log.dir) if log.dir else launcher_run_directory()
     if path is None:
-        if log.tensorboard:
-            raise UsageError("Log(tensorboard=True) needs a directory: give Log(dir=...), or use 'echelon run'")
         return None
     try:
         path.mkdir(parents=True, exist_ok=True)

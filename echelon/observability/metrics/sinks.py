@@ -1,4 +1,4 @@
-"""Sinks for metrics records: console lines, a progress bar, JSON lines and TensorBoard."""
+"""Sinks for metrics records: console lines, a progress bar, JSON lines, TensorBoard and trackers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+from echelon.observability.metrics.trackers import Record, named_numbers
 from echelon.observability.runlog.log_files import LOGGED, METRICS
 from echelon.observability.runlog.log_files import JsonLinesFile as JsonFile
 from echelon.observability.runlog.step_phases import BETWEEN, PHASES
-
-Record = dict[str, Any]
 
 
 class Sink(Protocol):
     def write(self, record: Record) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
 
 
 class ConsoleSink:
@@ -25,7 +24,7 @@ class ConsoleSink:
     def write(self, record: Record) -> None:
         print(summary(record), flush=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         pass
 
 
@@ -58,7 +57,7 @@ class ProgressBarSink:
         for tee in self._tees[:1]:
             tee.log.write(f"{summary(record)}\n".encode())
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         for tee in self._tees:
             tee.restore()
         self._progress.stop()
@@ -76,7 +75,7 @@ class JsonLinesSink:
     def write(self, record: Record) -> None:
         self._lines.write(record)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._lines.close()
 
 
@@ -96,14 +95,10 @@ class TensorBoardSink:
         self._writer: Any = event_writer(str(directory / "tensorboard"))
 
     def write(self, record: Record) -> None:
-        for name, value in record.items():
-            if name not in ("step", "total", "time") and isinstance(value, int | float):
-                group = "milliseconds" if name in PHASES or name in BETWEEN else "train"
-                self._writer.add_scalar(f"{group}/{name}", value, record["step"])
-        for name, value in record.get(LOGGED, {}).items():
-            self._writer.add_scalar(f"{LOGGED}/{name}", value, record["step"])
+        for name, value in named_numbers(record, f"{LOGGED}/").items():
+            self._writer.add_scalar(name, value, record["step"])
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._writer.close()
 
 
@@ -117,11 +112,16 @@ def summary(record: Record) -> str:
     """Format a record: ``step 120/1400  loss 0.2131  5,120 examples/s  data 1.2 forward 20.1 ... ms``."""
     total = f"/{record['total']}" if record.get("total") else ""
     phases = " ".join(f"{phase} {record[phase]:.1f}" for phase in (*PHASES, *BETWEEN) if phase in record)
-    return f"step {record['step']}{total}  loss {record['loss']:.4f}  {speed(record)}  {phases} ms"
+    norm = f"norm {record['gradient_norm']:.4g}  " if "gradient_norm" in record else ""
+    return f"step {record['step']}{total}  loss {record['loss']:.4f}  {norm}{speed(record)}  {phases} ms"
 
 
 def speed(record: Record) -> str:
-    """Format the speed in examples per second, or in steps per second if the number of examples is unknown."""
-    if "examples_per_s" in record:
-        return f"{record['examples_per_s']:,.0f} examples/s"
-    return f"{record['steps_per_s']:,.1f} steps/s"
+    """Format examples per second, or steps if the number of examples is unknown; tokens and MFU if they are known."""
+    examples = f"{record['examples_per_s']:,.0f} examples/s" if "examples_per_s" in record else None
+    shown = [examples or f"{record['steps_per_s']:,.1f} steps/s"]
+    if "tokens_per_s" in record:
+        shown.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+    if "mfu" in record:
+        shown.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(shown)

@@ -15,6 +15,7 @@ from echelon.base.environment import LOG_DIR, RECORD_DIR
 from echelon.observability.runlog.run_directory import note_elsewhere
 
 RUN, METRICS, EVENTS, MEMORY = "run.json", "metrics.jsonl", "events.jsonl", "memory.json"
+TRACKERS = "trackers.json"  #: the ids of the run in its trackers
 LOGGED = "logged"  #: key of the numbers that a script has logged itself
 
 _settled: Path | None = None
@@ -38,7 +39,7 @@ def is_record(name: str) -> bool:
     """Return True if a run writes a file of this name, apart from its metrics."""
     numbered = name.endswith(".jsonl") and name.startswith(("rank-", "server-"))
     numbered |= name.endswith(".json") and name.startswith("memory-")
-    return name in (RUN, EVENTS, MEMORY) or numbered
+    return name in (RUN, EVENTS, MEMORY, TRACKERS) or numbered
 
 
 def set_run_directory(directory: Path) -> None:

@@ -114,11 +114,16 @@ def strategy_settings(strategy: Strategy) -> dict[str, tuple[Any, str]]:
     }
 
 
+def is_secret(name: str) -> bool:
+    """Return True if the value of a variable or an option of this name is not to be written down."""
+    return any(word in name.upper() for word in _SECRET)
+
+
 def relevant_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith(_TELLING) and name != COMMAND and not any(word in name.upper() for word in _SECRET)
+        if name.startswith(_TELLING) and name != COMMAND and not is_secret(name)
     }
 
 
@@ -128,7 +133,7 @@ def shown_command(words: Sequence[str]) -> list[str]:
     hide = False
     for word in words:
         name, equals, _ = word.partition("=")
-        secret = name.startswith("-") and any(part in name.upper() for part in _SECRET)
+        secret = name.startswith("-") and is_secret(name)
         shown.append(f"{name}=..." if secret and equals else "..." if hide else word)
         hide = secret and not equals
     return shown

@@ -23,10 +23,14 @@ _started: dict[Path, float] = {}
 
 
 class RunLogWriter:
-    """Writes run.json (rank 0 only) and events; writes nothing if ``directory`` is None."""
+    """Writes run.json (rank 0 only) and events; writes nothing if ``directory`` is None.
 
-    def __init__(self, directory: Path | None, rank: int) -> None:
+    is_tracked: True if trackers ask for the settings, also without a directory
+    """
+
+    def __init__(self, directory: Path | None, rank: int, is_tracked: bool = False) -> None:
         self._directory, self._rank = directory, rank
+        self._is_tracked = is_tracked
         if directory is not None:
             set_run_directory(directory)
             _started.setdefault(directory, time.time())
@@ -63,15 +67,14 @@ class RunLogWriter:
 
         own, control = own_facts(engine), engine.world.control
         self._ranks = [own] if control is None else gather_json(own, control, "hardware of each rank")
-        if self._writes:
-            assert self._directory is not None
-            self._earlier = json_file(self._directory / RUN)
+        if self._collects:
+            self._earlier = None if self._directory is None else json_file(self._directory / RUN)
             self._facts = facts_of(engine, self._ranks)
             self._write()
 
     def assembled(self, engine: EngineView) -> None:
         """Write run.json again after the model is parallelized: a pipeline's stages are known only then."""
-        if self._ranks is not None and self._writes:
+        if self._ranks is not None and self._collects:
             from echelon.observability.runlog.run_description import facts_of
 
             self._facts = facts_of(engine, self._ranks)
@@ -108,8 +111,21 @@ class RunLogWriter:
             note_event(self._directory, "failed", text, self._rank, step=steps, traceback=trace)
 
     @property
-    def _writes(self) -> bool:
-        return self._directory is not None and self._rank == 0
+    def goes_on(self) -> bool:
+        """True if this process continues a run, after a restart or from a checkpoint."""
+        return self._goes_on
+
+    def tracked(self) -> JSON:
+        """Return what trackers show as the settings of the run: run.json without what concerns single ranks."""
+        from echelon.observability.runlog.run_description import is_secret
+
+        facts = {name: value for name, value in self._facts.items() if name not in ("ranks", "stages", "predicted")}
+        settings = {one["name"]: one["value"] for one in self._settings if not is_secret(one["name"])}
+        return {**facts, "settings": settings}
+
+    @property
+    def _collects(self) -> bool:
+        return self._rank == 0 and (self._directory is not None or self._is_tracked)
 
     def _write(self) -> None:
         if not self._facts or self._directory is None:

@@ -23,8 +23,11 @@ from echelon.parallel.loss.loss_reduction import Count, times_count
 PACK = 4096.0
 
 
-#: Sums over all ranks: losses times their counts, counts, and rows.
-Sums = tuple[Tensor, Tensor, Tensor] | tuple[float, float, float]
+#: Sums over all ranks: losses times their counts, counts, rows, and the two extra numbers.
+Sums = Sequence[Tensor] | Sequence[float]
+#: Further numbers that the message carries, whole numbers of at least 0: the first one at most the number of ranks.
+Extras = tuple[float, float]
+NO_EXTRAS: Extras = (0.0, 0.0)
 
 
 class PiggybackSum(Protocol):
@@ -40,6 +43,7 @@ class GlobalLoss:
     rows:   samples in this rank's batch
     is_sum: True if losses of ranks are added, not averaged
     ride:   reducer to piggyback on instead of a separate message; the sums are then known only after the reduction
+    extras: numbers of this rank to sum along; default zeros
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class GlobalLoss:
         is_sum: bool,
         group: dist.ProcessGroup | None,
         ride: PiggybackSum | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
+        self._extras = extras
         self.local = loss.detach()  #: this rank's own mean loss
         self.count, self.is_sum = count, is_sum
         self._alone, self._rows = group is None, rows
@@ -62,12 +68,13 @@ class GlobalLoss:
         self._answer: Callable[[], Sums]
         if ride is not None and not isinstance(count, Tensor):
             contribution = self.local.item() * (1.0 if is_sum else count) if count else 0.0
+            few, many = extras
             packed = (contribution, count // PACK, count % PACK, rows // PACK, rows % PACK)
-            self._answer = _unpacked(ride.piggyback(packed))
+            self._answer = _unpacked(ride.piggyback((*packed, few, many // PACK, many % PACK)))
             return
         own = times_count(self.local.double(), count if not is_sum else float(rows > 0))
-        answer = start_small_sum(_as_double([own, count, rows], loss.device), group, "loss and samples")
-        self._answer = lambda: _triple(answer())
+        answer = start_small_sum(_as_double([own, count, rows, *extras], loss.device), group, "loss and samples")
+        self._answer = lambda: answer().unbind()
 
     @property
     def loss(self) -> Tensor:
@@ -84,7 +91,7 @@ class GlobalLoss:
         return self._received()[0]
 
     def _mean(self, sums: Sums) -> Tensor:
-        total, count, _ = sums
+        total, count = sums[0], sums[1]
         if isinstance(total, Tensor):
             return (total if self.is_sum else total / count).to(self.local.dtype)
         mean = total if self.is_sum else total / float(count) if count else math.nan
@@ -105,29 +112,36 @@ class GlobalLoss:
         """Rows of all ranks' batches."""
         return self._rows if self._alone else _readable(self._received()[2])
 
+    @property
+    def extras(self) -> tuple[Tensor | float, Tensor | float]:
+        """The extra numbers, summed over all ranks."""
+        if self._alone:
+            return self._extras
+        few, many = self._received()[3:]
+        return _readable(few), _readable(many)
+
     def _received(self) -> Sums:
         if self._total is None:
             self._total = self._answer()
         return self._total
 
 
-def _triple(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return sums[0], sums[1], sums[2]
-
-
-def _unpacked(sums: Callable[[], list[float]]) -> Callable[[], tuple[float, float, float]]:
-    def answer() -> tuple[float, float, float]:
-        loss, packs, rest, row_packs, rows = sums()
-        return loss, packs * PACK + rest, row_packs * PACK + rows
+def _unpacked(sums: Callable[[], list[float]]) -> Callable[[], Sums]:
+    def answer() -> Sums:
+        loss, packs, rest, row_packs, rows, few, many_packs, many = sums()
+        return loss, packs * PACK + rest, row_packs * PACK + rows, few, many_packs * PACK + many
 
     return answer
 
 
 def _as_double(counts: Sequence[Count], device: torch.device) -> Tensor:
     """Return the counts as one tensor, without waiting for counts that a device still computes."""
-    if not any(isinstance(count, Tensor) for count in counts):
-        return torch.tensor(counts, dtype=torch.double, device=device)
-    return torch.stack([torch.as_tensor(count, dtype=torch.double, device=device) for count in counts])
+    known = [0.0 if isinstance(count, Tensor) else count for count in counts]
+    together = torch.tensor(known, dtype=torch.double, device=device)
+    for place, count in enumerate(counts):
+        if isinstance(count, Tensor):
+            together[place] = count
+    return together
 
 
 def _readable(count: Tensor | float) -> Tensor | float:
@@ -159,6 +173,7 @@ class PipelineGlobalLoss:
     rides:       always False, because several ranks work on one batch
     contributes: True if this rank contributes the counts; other ranks with the same batch contribute zero
     ahead:       True if backward needs the expected count of all ranks
+    extras:      numbers of this rank to sum along; default zeros
     """
 
     rides = False
@@ -171,7 +186,9 @@ class PipelineGlobalLoss:
         group: dist.ProcessGroup | None,
         device: torch.device,
         ahead: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
+        self._extras = extras
         self.count: Count = expected
         self.is_sum = False
         self.local = torch.zeros((), device=device)
@@ -203,14 +220,14 @@ class PipelineGlobalLoss:
             return
         count = result.count if self._contributes else 0.0
         losses = [result.total, result.auxiliary * result.rows]
-        known = _as_double([count, self._rows, self._rows * self.is_sum, *losses], self._device)
+        known = _as_double([count, self._rows, self._rows * self.is_sum, *losses, *self._extras], self._device)
         self._answer = start_small_sum(known, self._group, "loss and samples")
 
     @property
     def loss(self) -> Tensor:
         if self._group is None:
             return self.local
-        count, rows, summed, total, auxiliary = self._received()
+        count, rows, summed, total, auxiliary = self._received()[:5]
         mean: Tensor = torch.where(summed > 0, total, total / count) + auxiliary / rows
         return mean.to(self.local.dtype)
 
@@ -230,6 +247,14 @@ class PipelineGlobalLoss:
         return self._rows if self._group is None else _readable(self._received()[1])
 
     @property
+    def extras(self) -> tuple[Tensor | float, Tensor | float]:
+        """The extra numbers, summed over all ranks."""
+        if self._group is None:
+            return self._extras
+        few, many = self._received()[5:]
+        return _readable(few), _readable(many)
+
+    @property
     def adds_up(self) -> bool:
         """True if the last stage of every replica has found the loss to be a sum over samples.
 
@@ -237,7 +262,7 @@ class PipelineGlobalLoss:
         """
         if self._group is None:
             return self.is_sum
-        _, rows, summed, _, _ = self._received().tolist()
+        _, rows, summed, *_ = self._received().tolist()
         if 0 < summed < rows:
             raise LossError(
                 f"the loss looks like a sum over samples for {summed:.0f} of {rows:.0f} rows, and like a mean for the "

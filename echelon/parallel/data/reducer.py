@@ -34,7 +34,7 @@ Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
 Passes = Callable[[str], int]
 
 
-PIGGYBACK_SLOTS = 5  # piggybacked numbers behind the flags of the last bucket
+PIGGYBACK_SLOTS = 8  # piggybacked numbers behind the flags of the last bucket
 
 
 def once(name: str) -> int:
