@@ -212,8 +212,9 @@ class MetricsLogger:
     def note(self, record: Record) -> None:
         """Write a record of another kind, such as an evaluation, to files and trackers."""
         if self._speaks:
+            record = {"time": time.time(), **record}
             for sink in self._open():
-                sink.write({"time": time.time(), **record})
+                sink.write(record)
 
     def log(self, step: int, values: Mapping[str, Any], reduce: str | None = "mean") -> None:
         """Take the script's own numbers, which are written when they are merged over ranks."""
