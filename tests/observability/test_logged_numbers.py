@@ -21,6 +21,8 @@ from echelon import Log, Strategy
 from echelon.base.errors import UsageError
 from echelon.observability.metrics import rank_merge
 from echelon.observability.metrics.logged_numbers import LAST, RULES, RankNumbers, merge
+from echelon.observability.metrics.sinks import summary
+from echelon.observability.runlog.run_description import promised_flops
 
 NUMPY = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
@@ -196,6 +198,23 @@ def test_recorded_norms_equal_one_process_in_every_layout(tmp_path: Path) -> Non
         optimizer.step()
     for plan, ranks in (("one", 1), ("dp", 2), ("shard", 2), ("split", 2), ("pipeline", 2)):
         assert recorded(plan, ranks) == [pytest.approx(expected[i], rel=1e-5) for i in (1, 3)], plan
+
+
+def test_mfu_is_recorded_where_flops_and_peak_are_known(tmp_path: Path) -> None:
+    """Two ranks share one GPU of 1e12 FLOP/s, and a third has its own; a step has 3e9 FLOPs: 1.5 ms at the peak."""
+    ranks = [{"host": "a", "device": "cuda:0", "peak": 1e12}, {"host": "b", "device": "cuda:0", "peak": 1e12}]
+    promised = promised_flops([*ranks, ranks[0]])
+    assert promised == 2e12
+    assert promised_flops([*ranks, {"host": "c", "device": "cuda:0"}]) is None
+    engine = engine_of(str(tmp_path))
+    assert engine._run.record.peak_seconds is None  # on a CPU nothing is shown
+    engine._run.record.peak_seconds = 3e9 / promised
+    for step in range(2):
+        engine.step(*batch(step, engine))
+    engine.close()
+    (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert record["mfu"] == pytest.approx(1.5e-3 * record["examples_per_s"] / 8)
+    assert f"  MFU {record['mfu']:.1%}  data" in summary(record)
 
 
 class Words(nn.Module):

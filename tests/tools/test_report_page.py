@@ -26,7 +26,7 @@ from echelon.cli.commands.report import report
 from echelon.observability.trace.trace_report import timeline_words
 from echelon.tools.report.run_files import gather
 from echelon.tools.report.run_page import render
-from echelon.tools.report.sections.overview import status
+from echelon.tools.report.sections.overview import overview, status
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 NOW = BEGAN + 220.0  # five seconds after step 3,000
@@ -413,13 +413,19 @@ def test_a_served_page_is_live_only_while_the_run_goes_on(tmp_path: Path) -> Non
     assert ">live<" not in render(gather(tmp_path), BEGAN + 9, live=2.0)
 
 
-def test_gpu_utilisation_and_gradient_norm_are_curves(tmp_path: Path) -> None:
-    append(tmp_path / "metrics.jsonl", [record | {"gradient_norm": 2.5} for record in metrics(10, 100)])
+def test_gpu_utilisation_norm_tokens_and_mfu_are_curves(tmp_path: Path) -> None:
+    more = {"gradient_norm": 2.5, "tokens_per_s": 4096.0, "mfu": 0.5}
+    append(tmp_path / "metrics.jsonl", [record | more for record in metrics(10, 100)])
     records = [record | {"utilisation": 87} for record in made_up.rank_records(1, 10, 100)]
     append(tmp_path / "rank-1.jsonl", records)
     root = page(tmp_path)
     assert set(data(root, "rank-busy")["series"][0]["y"]) == {87}
     assert set(data(root, "norm")["series"][0]["y"]) == {2.5}
+    assert set(data(root, "tokens")["series"][0]["y"]) == {4096}
+    assert set(data(root, "mfu")["series"][0]["y"]) == {50}
+    assert {"tokens a second", "of the peak arithmetic"} <= {
+        found[1] for found in overview(gather(tmp_path), BEGAN).facts
+    }
 
 
 def test_checkpoints_are_no_part_of_a_step(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class MetricsLogger:
         self._numbers = LoggedNumbers(rank)
         self._merge = RankMerge(rank, self._numbers, self._write_logged, say)
         self.extras = StepExtras(self._numbers.__bool__, self._speaks)
-        self._flops_share: float | None = None  # FLOPs of a step over the peak FLOP/s of all devices
+        self._peak_seconds: Callable[[], float | None] = lambda: None
 
     def connect(self, run_log: RunLogWriter, warn: Callable[[str], None], renew_exit: Callable[[], None]) -> None:
         """Set what files and trackers need of the run.
@@ -84,6 +84,7 @@ class MetricsLogger:
         renew_exit: callback that keeps the run's exit handler in front of a tracker's
         """
         runs = TrackerRuns(self.directory, lambda: run_log.goes_on, run_log.tracked)
+        self._peak_seconds = lambda: run_log.peak_seconds
         self._open_files = lambda: self._destinations.open(runs, warn, renew_exit)
 
     def join(self, world: World, ranks: Sequence[int] | None, can_have_tokens: bool) -> None:
@@ -195,8 +196,8 @@ class MetricsLogger:
                 record["examples_per_s"] = (examples.read() if examples else float(count)) / elapsed
             if tokens:
                 record["tokens_per_s"] = (tokens if isinstance(tokens, float) else tokens.read()) / elapsed
-            if self._flops_share is not None:
-                record["mfu"] = self._flops_share * steps / elapsed
+            if (least := self._peak_seconds()) is not None:
+                record["mfu"] = least * steps / elapsed
             return record | {phase: 1e3 * spent / steps for phase, spent in seconds().items()}
 
         return complete

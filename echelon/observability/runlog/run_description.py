@@ -46,7 +46,29 @@ def own_facts(engine: EngineView) -> JSON:
         "memory": _memory(world.device),
         "at": engine.place,
         "pid": os.getpid(),
+        **_peak(engine),
     }
+
+
+def _peak(engine: EngineView) -> JSON:
+    """Return the nominal peak of this rank's device, if it can be compared with the FLOPs of a step."""
+    if known_flops(engine) is None:
+        return {}
+    from echelon.observability.trace.rank_header import nominal_peak
+
+    return {"peak": nominal_peak(engine)}
+
+
+def known_flops(engine: EngineView) -> float | None:
+    """Return the FLOPs of a step on all devices, if the planner has counted them."""
+    predicted = None if engine.found is None else engine.found.predicted
+    return None if predicted is None else predicted.flops or None
+
+
+def promised_flops(ranks: Sequence[JSON]) -> float | None:
+    """Return the nominal peak FLOP/s of the devices of all ranks, each device once; None if some is unknown."""
+    peaks = {(one["host"], one["device"]): one.get("peak") for one in ranks}
+    return None if None in peaks.values() else sum(peak for peak in peaks.values() if peak is not None)
 
 
 def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
@@ -69,7 +91,7 @@ def facts_of(engine: EngineView, ranks: Sequence[JSON]) -> JSON:
         "stages": stages_of(plan, ranks),
         "schedule": _schedule(plan),
         "predicted": None if predicted is None else _predicted(predicted),
-        "flops_per_step": None if predicted is None else predicted.flops or None,
+        "flops_per_step": known_flops(engine),
         "environment": relevant_environment(os.environ),
     }
 

@@ -40,6 +40,7 @@ class RunLogWriter:
         self._ranks: list[JSON] | None = None  # None until ``begun``
         self._facts: JSON = {}
         self._earlier: JSON | None = None
+        self.peak_seconds: float | None = None  #: time of a step at the nominal peak of all devices; None if unknown
         self._goes_on = whole_number(os.environ, RESTART_COUNT, 0) + whole_number(os.environ, RESTARTS, 0) > 0
 
     @property
@@ -63,10 +64,12 @@ class RunLogWriter:
 
     def begun(self, engine: EngineView) -> None:
         """Write run.json when a plan becomes active. All ranks call it; it gathers each rank's host and device."""
-        from echelon.observability.runlog.run_description import facts_of, own_facts
+        from echelon.observability.runlog.run_description import facts_of, known_flops, own_facts, promised_flops
 
         own, control = own_facts(engine), engine.world.control
         self._ranks = [own] if control is None else gather_json(own, control, "hardware of each rank")
+        flops, peak = known_flops(engine), promised_flops(self._ranks)
+        self.peak_seconds = flops / peak if flops and peak else None
         if self._collects:
             self._earlier = None if self._directory is None else json_file(self._directory / RUN)
             self._facts = facts_of(engine, self._ranks)

@@ -33,7 +33,9 @@ class StepRecord:
 
     phases:      milliseconds per step in each phase, since the previous record
     steps_per_s: speed if the number of examples is unknown; None otherwise
-    gradient_norm: norm of the gradients before clipping; None without clipping
+    gradient_norm: norm of the gradients before clipping; None if it was not recorded
+    tokens_per_s: tokens of all ranks; None if batches have no token ids
+    mfu:         FLOPs of the model over the nominal peak of the devices; None if either is unknown
     """
 
     step: int
@@ -45,6 +47,8 @@ class StepRecord:
     phases: dict[str, float] = field(default_factory=dict)
     steps_per_s: float | None = None
     gradient_norm: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,8 @@ def _step(record: JSON) -> StepRecord | None:
         phases=_phases(record),
         steps_per_s=number(record, "steps_per_s"),
         gradient_norm=number(record, "gradient_norm"),
+        tokens_per_s=number(record, "tokens_per_s"),
+        mfu=number(record, "mfu"),
     )
 
 

@@ -43,7 +43,7 @@ def about(engine: EngineView, clock: ClockMapping, steps: RecordedSteps) -> dict
         "mesh": dict(plan.mesh),
         "at": dict(engine.place),
         "schedule": _schedule(engine) if staged else None,
-        "peak": _peak(engine),
+        "peak": nominal_peak(engine),
     }
 
 
@@ -55,7 +55,7 @@ def _schedule(engine: EngineView) -> dict[str, Any]:
     return {"name": pipeline.schedule, "micro_batches": pipeline.micro_batches, "stages": count}
 
 
-def _peak(engine: EngineView) -> float | None:
+def nominal_peak(engine: EngineView) -> float | None:
     """Return the GPU's nominal peak FLOP/s for the dtype of matrix products; None without a GPU."""
     if engine.world.device.type != "cuda":
         return None

@@ -189,6 +189,8 @@ def _facts(gathered: RunFiles, state: OverviewStatus) -> Iterator[Fact]:
         yield formatting.size(peaks[rank]), "memory at most", f"rank {rank}{_of(run.facts, rank)}"
     if (used := number(gathered.summary, "mfu")) is not None:
         yield formatting.percent(used), "of the peak arithmetic", "MFU, from the timeline"
+    elif recorded := [each.mfu for each in run.steps if each.mfu is not None]:
+        yield formatting.percent(median(recorded)), "of the peak arithmetic", "MFU, median"
     if run.servers:
         rows = sum(sum(looks[-1].rows.values()) for looks in run.servers.values() if looks)
         yield f"{rows:,}", "rows in tables", f"on {_several(len(run.servers), 'server')}"
@@ -226,6 +228,8 @@ def _speed(run: Run) -> Iterator[Fact]:
     if speeds := examples or [each.steps_per_s for each in run.steps if each.steps_per_s is not None]:
         what = f"{'examples' if examples else 'steps'} a second"
         yield formatting.rate(median(speeds)), what, f"median; latest {formatting.rate(speeds[-1])}"
+    if tokens := [each.tokens_per_s for each in run.steps if each.tokens_per_s is not None]:
+        yield formatting.rate(median(tokens)), "tokens a second", f"median; latest {formatting.rate(tokens[-1])}"
     if (took := median_step([each.phases for each in run.steps])) is not None:
         records = [each.phases for each in run.steps if each.phases]
         small = f"median; latest {formatting.duration(step_time(records[-1]) / 1e3)}"

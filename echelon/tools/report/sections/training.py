@@ -15,7 +15,8 @@ MOST_RESULTS = 12
 
 def charts(run: Run) -> list[Chart]:
     frame = Frame([float(each.step) for each in (*run.steps[:1], *run.steps[-1:])], restarts(run))
-    found = [_loss(run, frame), _speed(run, frame), _times(run, frame), _rate(run, frame), _norm(run, frame)]
+    found = [_loss(run, frame), _speed(run, frame), _tokens(run, frame), _mfu(run, frame), _times(run, frame)]
+    found += [_rate(run, frame), _norm(run, frame)]
     return [each for each in (*found, *_results(run, frame), *_logged(run, frame)) if each is not None]
 
 
@@ -52,6 +53,18 @@ def _speed(run: Run, frame: Frame) -> Chart | None:
         stepped = [each for each in run.steps if each.steps_per_s is not None]
         line = Series("steps/s", "s-2", _points(stepped, lambda each: each.steps_per_s))
     return chart("speed", "Speed", line.name, [line], zero=True, reach=frame.reach, restarts=frame.again)
+
+
+def _tokens(run: Run, frame: Frame) -> Chart | None:
+    there = [each for each in run.steps if each.tokens_per_s is not None]
+    line = Series("tokens/s", "s-2", _points(there, lambda each: each.tokens_per_s))
+    return chart("tokens", "Tokens", line.name, [line], zero=True, reach=frame.reach, restarts=frame.again)
+
+
+def _mfu(run: Run, frame: Frame) -> Chart | None:
+    there = [each for each in run.steps if each.mfu is not None]
+    line = Series("MFU", "s-4", _points(there, lambda each: None if each.mfu is None else 100 * each.mfu))
+    return chart("mfu", "Part of the peak arithmetic", "%", [line], zero=True, reach=frame.reach)
 
 
 def _rate(run: Run, frame: Frame) -> Chart | None:
