@@ -13,6 +13,7 @@ from echelon.engine.collective_calls import collective_call
 from echelon.engine.engine_state import EngineState
 from echelon.engine.forward_backward import StepLoss, refuse_own_loop
 from echelon.engine.local_gradients import clip_values
+from echelon.engine.preconditions import refuse_partial_gradients
 from echelon.engine.update import Optimizers, UpdateRecord, parameters_of
 from echelon.parallel.clip import clip_gradients
 
@@ -142,12 +143,7 @@ class OwnLoop(EngineState):
         return chosen
 
     def _refuse(self, call: str) -> None:
-        plan = self._parts.plan
-        if plan.low_memory is not None or plan.dgc is not None:
-            by = "low_memory" if plan.low_memory is not None else "dgc"
-            raise UsageError(
-                f"{call}(): {by} does not keep whole gradients to look at; leave it out, or train without {by}"
-            )
+        refuse_partial_gradients(self._parts.plan, f"{call}()")
 
     def _reduce_early(self, optimizers: Collection[str], samples: float | None = None) -> None:
         with self._run.checker.explained():

@@ -11,6 +11,7 @@ from echelon.engine.collective_calls import check_same_plan
 from echelon.engine.consistency import BatchChecks
 from echelon.engine.loaders import LoaderFactory
 from echelon.engine.nonfinite import refuse_combination
+from echelon.engine.preconditions import refuse_partial_gradients
 from echelon.engine.replace_optimizers import replaced_decay
 from echelon.engine.run_context import RunContext
 from echelon.optim.grad_scaler import check_precision
@@ -44,6 +45,8 @@ class PlannedRun:
             run.checker.open()
             broadcast_state(run.model, without=run.initial)
             run.initial.agree(run.world.control)
+        if run.metrics.has_norms:
+            refuse_partial_gradients(plan, "Log(grad_norm=True)")
         self.grid = MeshGroups(plan.mesh, plan.order, run.world.mesh_rank, run.checker.groups)
         self.world = run.world
         if run.world.mesh_size > 1:

@@ -1,4 +1,4 @@
-"""Checks of the model and the optimizers that ``distribute()`` runs first; each failure is a ``UsageError``."""
+"""Checks of the model, the optimizers and what is asked of a plan; each failure is a ``UsageError``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from echelon.base.errors import UsageError
+from echelon.plan import Plan
 
 
 def check_model(model: nn.Module) -> None:
@@ -33,3 +34,10 @@ def check_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
                 f"optimizer '{key}' is {type(optimizer).__name__}, whose step() calls a closure that runs the model "
                 "several times, and the engine runs it once a step; use Adam, AdamW or SGD"
             )
+
+
+def refuse_partial_gradients(plan: Plan, asked: str) -> None:
+    """Raise ``UsageError`` if the plan keeps no whole gradients, which ``asked`` needs."""
+    if plan.low_memory is not None or plan.dgc is not None:
+        by = "low_memory" if plan.low_memory is not None else "dgc"
+        raise UsageError(f"{asked}: {by} does not keep whole gradients to look at; leave it out, or train without {by}")

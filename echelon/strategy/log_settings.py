@@ -82,8 +82,8 @@ def _destination(given: Any) -> tuple[str | Callable[[dict[str, Any]], object], 
     if name not in DESTINATIONS:
         raise UsageError(f"Log(to=...): unknown destination '{name}'{nearest(name, DESTINATIONS)}")
     known = DESTINATIONS[name]
-    for option in options if known is not None else ():
-        if option not in known:
+    for option in options:
+        if known is not None and option not in known:
             what = nearest(option, known) if known else "; it takes none"
             raise UsageError(f"Log(to=...): {name} has no option '{option}'{what}")
     return name, dict(options)

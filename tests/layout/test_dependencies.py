@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 #: The library of each module whose name differs from its library's.
-LIBRARY = {"yaml": "pyyaml", "PIL": "pillow"}
+LIBRARY = {"yaml": "pyyaml", "PIL": "pillow", "mlflow": "mlflow-skinny"}
 #: Imported where torch has brought it: on a machine with a GPU.
 OF_TORCH = {"triton"}
 

@@ -200,6 +200,18 @@ def test_recorded_norms_equal_one_process_in_every_layout(tmp_path: Path) -> Non
         assert recorded(plan, ranks) == [pytest.approx(expected[i], rel=1e-5) for i in (1, 3)], plan
 
 
+def test_a_norm_without_whole_gradients_is_refused(tmp_path: Path) -> None:
+    net = mlp()
+    with pytest.raises(UsageError, match=r"Log\(grad_norm=True\): low_memory does not keep whole gradients"):
+        echelon.distribute(
+            net,
+            loss=F.mse_loss,
+            optimizer=torch.optim.AdamW(net.parameters()),
+            strategy=Strategy(low_memory=True),
+            log=Log(grad_norm=True),
+        )
+
+
 def test_mfu_is_recorded_where_flops_and_peak_are_known(tmp_path: Path) -> None:
     """Two ranks share one GPU of 1e12 FLOP/s, and a third has its own; a step has 3e9 FLOPs: 1.5 ms at the peak."""
     ranks = [{"host": "a", "device": "cuda:0", "peak": 1e12}, {"host": "b", "device": "cuda:0", "peak": 1e12}]

@@ -103,7 +103,7 @@ def test_a_function_that_blocks_holds_up_no_step(
 
 
 class StandInRun:
-    """What the engine uses of a run of W&B."""
+    """A run of W&B, as far as the engine uses it."""
 
     def __init__(self, **options: Any) -> None:
         self.id, self.options = options.get("id", "abc"), options

@@ -18,7 +18,7 @@ FILES = ("jsonl", "tensorboard")
 
 
 class Destinations:
-    """What ``Log.to`` asks for, on rank 0. Nothing is opened before the first record.
+    """The destinations of a run on rank 0, which are opened with the first record.
 
     directory: directory of the run; metrics.jsonl is always written if there is one
     is_first:  False on ranks other than 0, which have no destinations

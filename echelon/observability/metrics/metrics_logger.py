@@ -98,8 +98,12 @@ class MetricsLogger:
 
     def norm_due(self, step: int) -> bool:
         """Return True if the norm of the gradients of this step is to be recorded, on all ranks alike."""
-        every, has_norm = self.terms
-        return bool(has_norm) and step % every == 0
+        return self.has_norms and step % self.terms[0] == 0
+
+    @property
+    def has_norms(self) -> bool:
+        """True if norms of gradients are recorded."""
+        return bool(self.terms[1])
 
     @property
     def has_trackers(self) -> bool:

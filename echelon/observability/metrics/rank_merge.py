@@ -1,8 +1,8 @@
 """``RankMerge``: brings the numbers that ranks log together on rank 0, without a message of its own in a step.
 
 Each step's loss message carries one more number: how many ranks have numbers to merge. In the step after a record the
-ranks look at it; if it is not zero, each sends its numbers up to that record to rank 0 through the store. So a rank
-that logs a name that others do not keeps nobody waiting, and a script that logs nothing pays for nothing.
+ranks look at it; if it is not zero, each sends its numbers up to that record to rank 0 through the store. So no rank
+waits for a name that another does not log, and a script that logs nothing pays for nothing.
 """
 
 from __future__ import annotations
