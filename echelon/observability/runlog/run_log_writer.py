@@ -86,7 +86,7 @@ class RunLogWriter:
     def started(self, seconds: Mapping[str, float]) -> None:
         """Record the seconds from the start of rank 0's process to the end of its first step, by part."""
         self._start = dict(seconds)
-        if self._writes:
+        if self._rank == 0:
             self._write()
 
     def resumed(self) -> None:
