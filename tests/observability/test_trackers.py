@@ -94,7 +94,8 @@ def test_a_function_that_blocks_holds_up_no_step(
     said = capsys.readouterr().out
     assert "log function slow: 3 records wait for it; later ones are dropped until it goes on" in said
     assert "log function slow: not done 0.3 s after the end; 3 records may be missing" in said
-    assert "log function slow: 5 records are missing there" in said
+    # of 9 records 3 wait, and the thread has one in hand if it has begun before they came
+    assert any(f"log function slow: {dropped} records are missing there" in said for dropped in (5, 6))
     assert len(written(tmp_path)) == 9
     gate.set()
 
