@@ -61,7 +61,7 @@ def _peak(engine: EngineView) -> JSON:
 
 def known_flops(engine: EngineView) -> float | None:
     """Return the FLOPs of a step on all devices, if the planner has counted them."""
-    predicted = None if engine.found is None else engine.found.predicted
+    predicted = None if engine.saved_plan is None else engine.saved_plan.predicted
     return None if predicted is None else predicted.flops or None
 
 
