@@ -93,7 +93,7 @@ def trained(directory: str, sample: Any) -> tuple[list[float], dict[str, float],
     """Evaluate, train four steps and save; count the engines that were created."""
     created: list[int] = []
     inner = engines.parallelize
-    engines.parallelize = lambda **given: (created.append(1), inner(**given))[1]  # type: ignore[assignment]
+    engines.parallelize = lambda planned, first: (created.append(1), inner(planned, first))[1]  # type: ignore
     try:
         _, engine = made(sample)
         engine.ema(decay=0.9)
