@@ -205,7 +205,7 @@ class StreamPasses:
         return reader, items
 
     def _begin(self, turn: StreamStep) -> StreamPassReader:
-        records = StreamRecords(record_interval(self._options)) if self._is_stateful else None
+        records = StreamRecords(record_interval(self._options), turn.record) if self._is_stateful else None
         return StreamPassReader(
             self._stream, self._options, salt=self._salt, batch=self._batch, turn=turn, records=records
         )

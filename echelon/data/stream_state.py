@@ -30,9 +30,10 @@ class StreamRecord(NamedTuple):
 class StreamRecords:
     """The latest records of one pass, one every ``every`` samples."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, first: StreamRecord | None) -> None:
+        """Prepare to record. ``first``: the record from which the pass itself is continued, if it is."""
         self._every = every
-        self._kept: deque[StreamRecord] = deque(maxlen=4)
+        self._kept: deque[StreamRecord] = deque([] if first is None else [first], maxlen=4)
 
     def read(self, stream: Any, begin: int) -> Iterator[Any]:
         """Yield the samples of a stream, and record its state between them. ``begin``: position of the first."""

@@ -81,8 +81,10 @@ def test_two_resumes_in_a_row_read_little(uneven, shuffle, workers):
     expected = [batches(whole), batches(whole)]
     loader, state = continued(opened(Counter(), **options), Counter(), 110, **options)
     assert state["anchor"][0] == (900 if shuffle else 1024)
+    loader, state = continued(loader, Counter(), 2, **options)  # within the same interval
+    assert state["anchor"][0] == (900 if shuffle else 1024)
     data = Counter()
-    loader, state = continued(loader, data, 40, **{**options, "workers": 0})
+    loader, state = continued(loader, data, 38, **{**options, "workers": 0})
     assert state["anchor"][0] == (1500 if shuffle else 1536)
     same(batches(loader), expected[0][150:])
     if not workers:
