@@ -428,13 +428,11 @@ class ParameterServer:
         object.__setattr__(self, "split_method", _split_method(self.split_method))
         known = self.split_method in SPLIT_METHODS.values() or callable(self.split_method)
         require(known, self, "split_method", f"{', '.join(map(repr, SPLIT_METHODS))} or a function (names, servers)")
+        if self.mode in ("hybrid", "collective"):
+            require(self.dense != "servers", self, "dense", f"'allreduce' (or nothing) with mode='{self.mode}'")
+            object.__setattr__(self, "dense", "allreduce")
         if self.mode == "hybrid":
-            require(self.dense != "servers", self, "dense", "'allreduce' (or nothing) with mode='hybrid'")
             object.__setattr__(self, "mode", "async")
-            object.__setattr__(self, "dense", "allreduce")
-        if self.mode == "collective":
-            require(self.dense != "servers", self, "dense", "'allreduce' (or nothing) with mode='collective'")
-            object.__setattr__(self, "dense", "allreduce")
         if self.mode == "geo":
             require(self.dense != "allreduce", self, "dense", "'servers' (or nothing) with mode='geo'")
             require(self.wire == "float32", self, "wire", "'float32' with mode='geo', whose changes include state")

@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.base.endpoints import split_endpoint
 from echelon.base.environment import RESTART_COUNT
 from echelon.base.errors import UsageError
 from echelon.base.formatting import things
-from echelon.base.security import is_loopback
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.persistence.requested_path import absolute
@@ -38,6 +36,7 @@ from echelon.parameter_server.worker.dense_blocks import DenseBlockBuffers, chec
 from echelon.parameter_server.worker.geo import GeoWorker
 from echelon.parameter_server.worker.job_description import group_settings, make_job, table_seed
 from echelon.parameter_server.worker.server_connections import ServerConnections
+from echelon.parameter_server.worker.session_lines import mode_lines, staleness_line
 from echelon.parameter_server.worker.sparse_embedding import tables_of
 from echelon.parameter_server.worker.sparse_lookup import SparseLookup
 from echelon.strategy import ParameterServer
@@ -421,11 +420,7 @@ class ParameterServerSession:
         """Return the line about staleness for the end of the run; None if there is no staleness."""
         if not self.remote or self.settings.mode == "sync" or self.client is None:
             return None
-        servers = self.stats()
-        pushes = sum(server["staleness"]["pushes"] for server in servers)
-        mean = sum(server["staleness"]["mean"] * server["staleness"]["pushes"] for server in servers) / max(1, pushes)
-        most = max(server["staleness"]["max"] for server in servers)
-        return f"staleness: others made {mean:.1f} updates between a read and its push on average, {most} at most"
+        return staleness_line(self.stats())
 
     def describe_processes(self) -> str | None:
         """Return a description of workers and servers if workers are connected through servers only; else None."""
@@ -445,12 +440,4 @@ class ParameterServerSession:
             rule = type(spec.rule).__name__.lower()
             shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""
             yield f"table '{name}': {things(spec.dim, 'float')} a row, {rule}, on {where}{shared}"
-        narrow = self.settings.wire == "bfloat16"
-        if narrow and all(is_loopback(split_endpoint(endpoint)[0]) for endpoint in self.role.endpoints):
-            effect = "only costs time on one host" if self.remote else "has no effect without servers"
-            yield f"parameter server: wire='bfloat16' {effect}; it saves bytes between hosts"
-        if self.remote:
-            how = "on the servers" if self.dense else "summed between workers"
-            exact = "" if self.settings.mode == "sync" and not narrow else " (inexact)"
-            workers = things(self.workers, "worker")
-            yield f"parameter server: {self.settings.mode}{exact}, {workers}, dense parameters {how}"
+        yield from mode_lines(self.settings, self.role.endpoints, self.workers, self.dense)
