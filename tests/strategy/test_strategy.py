@@ -540,10 +540,20 @@ def test_every_strategy_says_what_it_changes(name: str) -> None:
     if name == "reduction":
         return  # other sizes of buckets change nothing
     text = section(Strategy(**ON[name]).explain(), "What each changes")  # type: ignore[arg-type]
-    exact = name in ("recompute", "shard", "ps", "gradient_merge", "sync_batch_norm", "split", "stages", "auto")
+    exact = name in (
+        "recompute",
+        "shard",
+        "ps",
+        "ps=collective",
+        "gradient_merge",
+        "sync_batch_norm",
+        "split",
+        "stages",
+        "auto",
+    )
     other = name in ("lars", "lamb", "clip", "lora", "lr_scaling", "reduction.op=sum")
     kind = "exact" if exact else "optimizer" if other else "approximate"
-    assert text[name.removesuffix("=fp16")].startswith(kind)
+    assert text["ps" if name.startswith("ps=") else name.removesuffix("=fp16")].startswith(kind)
 
 
 def test_explain_says_what_matters_beyond_figures() -> None:
