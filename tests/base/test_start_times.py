@@ -31,4 +31,5 @@ def test_the_first_step_writes_the_parts_of_the_start(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run.json").read_text())["start"]
     assert list(found) == ["import", "join", "build", "distribute", "first step"]
     assert all(seconds >= 0 for seconds in found.values())
+    del found["import"]  # since the start of the server that forks ranks
     assert sum(found.values()) < 200

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import struct
 import time
 from itertools import pairwise
@@ -146,7 +147,9 @@ def test_a_killed_call_is_continued(tmp_path, tokenizer, small_parts):
         TokenFiles(tmp_path / "out.partial", 5)
     said = []
     tokenize_corpus([tmp_path / "corpus.txt"], tmp_path / "tokenizer.json", tmp_path / "out", LINES, said.append)
-    assert said[0].startswith("tokenize: resumed: 3 of ")
+    resumed = re.match(r"tokenize: resumed: (\d+) of (\d+) ", said[0])
+    assert resumed is not None
+    assert 3 <= int(resumed[1]) < int(resumed[2])  # other processes write on for a moment
     assert before == {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in before}
     assert stored(TokenFiles(tmp_path / "out", 5))[0].tolist() == expected(tokenizer, documents)[0].tolist()
 

@@ -101,7 +101,7 @@ def test_weight_decay_leaves_unused_parameters_alone() -> None:
 
 @pytest.mark.parametrize("model", ["convnet", "transformer"])
 def test_uneven_shares_give_the_exact_global_mean(model: str) -> None:
-    check(model, 3, shares=[5, 2, 1])
+    check(model, 3, samples=10, shares=[5, 3, 2])  # with 8, one rounding of a weight moves the transformer over a kink
 
 
 @pytest.mark.parametrize("model", ["convnet", "transformer"])

@@ -29,15 +29,15 @@ def push(seq: int, size: int = 100) -> WireMessage:
 
 def test_arrays_of_every_kind_and_shape_come_back_as_they_went():
     rng = np.random.default_rng(0)
-    arrays = [rng.integers(0, 250, (3, 5)).astype(dtype) for dtype in KINDS.values()]
-    arrays += [np.empty((0, 16), np.float32), np.float32([[1, 2], [3, 4]]).T]
+    kinds = [rng.integers(0, 250, (3, 5)).astype(dtype) for dtype in KINDS.values()]
+    shapes = [np.empty((0, 16), np.float32), np.float32([[1, 2], [3, 4]]).T]
     head = {"op": "echo", "worker": 7, "text": "é\n", "deep": {"a": [1, None, 0.1]}}
     with serving() as server:
         link = ServerChannel(server.endpoint)
-        answer = link.call(WireMessage(head, arrays))
+        answers = [link.call(WireMessage(head, arrays)) for arrays in (kinds, shapes)]
         link.close()
-    assert answer.head == head
-    for got, sent in zip(answer.arrays, arrays, strict=True):
+    assert [answer.head for answer in answers] == [head, head]
+    for got, sent in zip([array for answer in answers for array in answer.arrays], kinds + shapes, strict=True):
         assert got.dtype == sent.dtype
         assert got.flags.aligned
         np.testing.assert_array_equal(got, sent)

@@ -73,7 +73,7 @@ def test_mistakes_are_one_line() -> None:
     assert "there is no model 'resnet_v1_5'" in model
     assert "did you mean 'image_size'?" in parameter
     assert strategy == "load(amp=...): it belongs to the strategy; write distribute(strategy=Strategy(...))"
-    assert "by dataset_name, one of adult, criteo, csv" in folder
+    assert "by dataset_name, one of adult, click_log, criteo, csv" in folder
 
 
 def test_importing_echelon_brings_no_zoo() -> None:
