@@ -27,7 +27,7 @@ simulate: $(READY)
 
 # Parity for models and data sets of other libraries; timm's tests run where timm can be imported.
 test-third-party: $(READY)
-	$(PIP) -c constraints.txt -e '.[third-party]'
+	$(PIP) --no-deps --require-hashes -r locks/third-party.txt
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/third_party
 
 # Damaged and hostile input for every parser, for an hour or MINUTES. The suite gives each parser its first 150.
@@ -50,21 +50,23 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --genera
 lock: $(BIN)/uv
 	$(LOCK) --upgrade -c constraints.txt --custom-compile-command "make lock" -o locks/core.txt pyproject.toml
 	$(LOCK) --upgrade -c constraints.txt -c locks/core.txt --custom-compile-command "make lock" -o locks/dev.txt --extra dev pyproject.toml
+	$(LOCK) --upgrade -c constraints.txt -c locks/dev.txt --custom-compile-command "make lock" -o locks/third-party.txt --extra third-party pyproject.toml
 
-# The suite on the oldest versions that pyproject.toml admits, in an environment of its own.
+# The suite on the oldest versions that pyproject.toml admits, in an environment of its own. torch brings setuptools and
+# its GPU libraries, which pyproject.toml's metadata leaves out of the locks.
 OLD := $(VENV)-lowest
 test-lowest: $(BIN)/uv
 	mkdir -p build
 	$(BIN)/uv pip compile --quiet --resolution lowest-direct $(addprefix --extra ,images ray tensorboard text) -o build/lowest.txt pyproject.toml
-	$(BIN)/uv pip compile --quiet --extra dev -c build/lowest.txt -o build/lowest-dev.txt pyproject.toml
+	$(BIN)/uv pip compile --quiet --extra dev -c build/lowest.txt --no-emit-package setuptools -o build/lowest-dev.txt pyproject.toml
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLD)
-	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python -r build/lowest-dev.txt
+	$(BIN)/uv pip install --quiet --no-config --python $(OLD)/bin/python -r build/lowest-dev.txt
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps -e .
 	$(OLD)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -W ignore::DeprecationWarning $(WORDS)
 
 # Known vulnerabilities of the locked versions. It asks PyPI, and fails where PyPI does not answer for one of them.
 audit: $(BIN)/uv
-	$(BIN)/uv tool run pip-audit --strict --require-hashes --disable-pip -r locks/dev.txt
+	$(BIN)/uv tool run pip-audit --strict --require-hashes --disable-pip -r locks/dev.txt -r locks/third-party.txt
 
 # What an installation contains, as CycloneDX JSON.
 sbom: $(BIN)/uv

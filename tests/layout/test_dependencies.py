@@ -54,7 +54,12 @@ def test_each_imported_library_is_declared():
 
 
 @pytest.mark.parametrize(
-    ("file", "extras"), [("core.txt", ()), ("dev.txt", ("images", "ray", "tensorboard", "text", "dev"))]
+    ("file", "extras"),
+    [
+        ("core.txt", ()),
+        ("dev.txt", ("images", "ray", "tensorboard", "text", "dev")),
+        ("third-party.txt", ("wandb", "mlflow", "third-party")),
+    ],
 )
 def test_lock_holds_what_is_declared_with_hashes(file, extras):
     versions = locked(file)
@@ -68,3 +73,16 @@ def test_lock_holds_what_is_declared_with_hashes(file, extras):
 def test_locks_agree_with_each_other():
     core, dev = locked("core.txt"), locked("dev.txt")
     assert {name: dev.get(name) for name in core} == core
+    third = locked("third-party.txt")  # installed over dev.txt
+    assert {name: versions for name, versions in third.items() if name in dev and dev[name] != versions} == {}
+
+
+def test_each_extra_is_in_a_lock():
+    extras = project()["optional-dependencies"]
+    all_locked = locked("dev.txt") | locked("third-party.txt")
+    assert {name for extra in extras for name in declared(extra)} - {"echelon", "torch"} - set(all_locked) == set()
+
+
+def test_locks_name_no_registry():
+    text = "".join(path.read_text() for path in (ROOT / "locks").glob("*.txt"))
+    assert not re.search(r"://|--(?:extra-)?index-url|--find-links", text)
