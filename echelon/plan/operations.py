@@ -34,6 +34,9 @@ class OperationObserver(Protocol):
     def used(self, unit: str, operands: Tensors, written: Tensors) -> None:
         """Record that ``unit`` has read ``operands`` and changed ``written`` in place."""
 
+    def made_inside(self, unit: str, results: Tensors) -> None:
+        """Record that an operation of ``unit`` has returned ``results``."""
+
     def values_read(self, what: str, tensors: Tensors) -> None:
         """Record that the values, and not only the shapes, of ``tensors`` control what happens next.
 
@@ -93,7 +96,9 @@ class IntraUnitMode(OperationMode):  # type: ignore[no-untyped-call]
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._observer.used(self._unit, tensors_in((args, kwargs)), _written(func, args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._observer.made_inside(self._unit, tensors_in(result))
+        return result
 
 
 class ValueReadMode(TorchFunctionMode):

@@ -127,7 +127,7 @@ def _running(name: str, module: nn.Module) -> Iterator[str]:
 
 
 class _Source(NamedTuple):
-    kind: Literal["output", "batch", "weight", "random", "change"]
+    kind: Literal["output", "batch", "weight", "random", "change", "inner"]
     name: str
     stage: int = -1
 
@@ -153,6 +153,7 @@ class _StageTracer:
         self._writers: defaultdict[str, set[int]] = defaultdict(set)  # key -> the stages that change it in place
         self._known: dict[StorageWeakRef, _Sources] = {}
         self._born: dict[StorageWeakRef, str] = {}  # storage created for an output -> key of the output
+        self._inner: dict[StorageWeakRef, _Sources] = {}  # storage created inside a unit -> that unit
         for name, value in _named_tensors(model):
             self._add(value, {_Source("weight", name)})
         for at, leaf in enumerate(batch):
@@ -182,10 +183,16 @@ class _StageTracer:
         stage = self._units[unit]
         self._needs[stage] |= self._sources(operands)
         for tensor in written:
-            if self._sources([tensor]):  # not created by the unit: other code may use it afterwards
+            if self._known.get(storage_of(tensor)):  # not created by the unit: other code may use it afterwards
                 self._add(tensor, {_Source("change", unit, stage)})
             if key := self._born.get(storage_of(tensor)):
                 self._writers[key].add(stage)
+
+    def made_inside(self, unit: str, results: Tensors) -> None:
+        source = frozenset({_Source("inner", unit, self._units[unit])})
+        for storage in map(storage_of, results):
+            if storage not in self._known:
+                self._inner[storage] = source
 
     def values_read(self, what: str, tensors: Tensors) -> None:
         if self._inside:
@@ -250,7 +257,8 @@ class _StageTracer:
         return as_module_output(made)
 
     def _sources(self, tensors: Iterable[Tensor]) -> _Sources:
-        return _NOTHING.union(*(self._known.get(storage_of(tensor), _NOTHING) for tensor in tensors))
+        storages = map(storage_of, tensors)
+        return _NOTHING.union(*(self._known.get(one) or self._inner.get(one, _NOTHING) for one in storages))
 
     def _add(self, tensor: Tensor, sources: Iterable[_Source]) -> None:
         storage = storage_of(tensor)
@@ -258,8 +266,10 @@ class _StageTracer:
 
     # ---- result ----
 
-    def finish(self, result: Any) -> StageTrace:
-        self._needs[-1] |= self._sources(tensors_of(result))
+    def finish(self, result: tuple[Any, Tensor]) -> StageTrace:
+        output, loss = (self._sources(tensors_of(one)) for one in result)
+        # An output may hold what was captured inside units, such as hidden states, as long as the loss does not use it.
+        self._needs[-1] |= loss | {source for source in output if source.kind != "inner"}
         self._place_fed_buffers()
         self._refuse_what_cannot_be_shared()  # first: a layer may be skipped at random (layerdrop) and so never called
         for name, stage in self._units.items():
@@ -346,6 +356,13 @@ class _StageTracer:
                 raise UsageError(
                     f"'{source.name}' of stage {source.stage} changes a tensor in place that stage {others[0]} uses "
                     "too; use inplace=False there, or give both one stage"
+                )
+            if source.kind == "inner" and others:
+                raise UsageError(
+                    f"stage {others[0]} uses a tensor that was made inside '{source.name}' of stage {source.stage} and "
+                    "is not a result of that module (a hook or a list keeps it), so the stages cannot exchange it; "
+                    "return it from the module, leave it out of the loss (transformers: "
+                    "config.output_router_logits=False), or train without stages"
                 )
             if source in self._decisive and len(stages) > 1:
                 raise UsageError(

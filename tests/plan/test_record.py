@@ -301,6 +301,51 @@ def test_objects_that_hide_tensors() -> None:
         recorded(model, ABC)
 
 
+def keep_inner(net: Net, kept: list[Tensor], unit: str) -> None:
+    net.get_submodule(unit).register_forward_hook(lambda module, args, output: kept.append(output * 2))
+
+
+@pytest.mark.parametrize(("unit", "stage"), [("a", 0), ("b", 1)])
+def test_a_captured_inner_tensor_in_the_loss_is_refused(unit: str, stage: int) -> None:
+    kept: list[Tensor] = []
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        kept.clear()
+        return net.c(net.b(net.a(x))) + kept[0].mean()
+
+    model = Net(forward)
+    keep_inner(model, kept, unit)
+    with pytest.raises(UsageError, match=rf"stage 2 uses a tensor that was made inside '{unit}' of stage {stage}"):
+        recorded(model, ABC)
+
+
+def test_a_captured_inner_tensor_of_the_last_stage_counts() -> None:
+    kept: list[Tensor] = []
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        kept.clear()
+        return net.c(net.b(net.a(x))) + kept[0].mean()
+
+    model = Net(forward)
+    keep_inner(model, kept, "c")
+    assert edges(recorded(model, ABC)) == {("a#0/0", 0, 1), ("b#0/0", 1, 2)}
+
+
+def test_a_captured_inner_tensor_outside_of_the_loss_stays() -> None:
+    kept: list[Tensor] = []
+
+    def forward(net: Net, x: Tensor) -> Any:
+        kept.clear()
+        return net.c(net.b(net.a(x))), kept[0]
+
+    model = Net(forward)
+    keep_inner(model, kept, "a")
+    assert edges(recorded(model, ABC, loss=lambda output, y: F.mse_loss(output[0], y))) == {
+        ("a#0/0", 0, 1),
+        ("b#0/0", 1, 2),
+    }
+
+
 def test_one_module_with_two_stages() -> None:
     model = Net(straight)
     model.c = model.a

@@ -166,7 +166,7 @@ def peaks(model: nn.Module, batch: Any, loss: Any) -> list[float]:
         lambda: torch.autograd.backward(results.pop()),
     ]
     for part in parts:
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
             part()
         events = watched.profiler.kineto_results.events()
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
