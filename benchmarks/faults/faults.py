@@ -253,7 +253,7 @@ def _judge(outcome: Outcome, job: Job, victim: int, expected: Path, out_of_reach
     blamed = [line for line in lines if any(word in line for word in BLAME)]
     outcome.named = (blamed or lines or [""])[-1 if not job.finished() else 0][:300]
     if job.finished():
-        outcome.same_weights = _same(job.place / "final.safetensors", expected)
+        outcome.same_weights = same_weights(job.place / "final.safetensors", expected)
         # servers go on without a worker that they left out, by their rule: the mean is then over the others
         as_ruled = job.mode == "ps" and any("left out" in line for line in lines)
         if not outcome.same_weights and not as_ruled:
@@ -281,7 +281,7 @@ BLAME = (
 )
 
 
-def _same(found: Path, expected: Path) -> bool:
+def same_weights(found: Path, expected: Path) -> bool:
     ours, theirs = load_file(found), load_file(expected)
     return set(ours) == set(theirs) and all(ours[name].equal(theirs[name]) for name in ours)
 

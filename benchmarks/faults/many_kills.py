@@ -1,8 +1,12 @@
-"""kill -9 of a random rank, again and again, in one long data-parallel run: it must end with the losses of a quiet one.
+"""kill -9 of each rank, again and again, in one long run: it must end with the losses and weights of a quiet one.
 
-    python benchmarks/faults/many_kills.py [--kills 100] [--procs 2] [--out many_kills.json] [--losses losses.json]
+    python benchmarks/faults/many_kills.py [--kills 100] [--procs 2] [--layouts data pipeline split shard collective]
+           [--copies 1] [--seed 1] [--out many_kills.json] [--losses losses.json]
 
-The next rank is killed when training has gone on after the last one, a random moment later.
+The next rank is killed when training has gone on after the last one, a random moment later; all ranks are killed
+equally often. Training lasts until that is done, and the quiet run has as many steps. With --out, kills are added to
+those that the file has. With --warm, processes are forked in place of fresh starts, which takes
+PYTHONPATH=.:tests/support:tests/launcher.
 """
 
 from __future__ import annotations
@@ -21,47 +25,29 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from benchmarks import ROOT
-from echelon.distributed import rank_main
+from benchmarks.faults.faults import same_weights
+from benchmarks.faults.many_kills_train import EPOCH
 
 HANGS = 120.0
-EACH = 6  # steps between two kills, about
-TRAIN = """
-import os, sys, time
-import torch, torch.nn.functional as F
-from torch import nn
-import echelon
-
-torch.set_num_threads(1)
-echelon.init(seed=3)
-net = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
-engine = echelon.distribute(
-    net, loss=F.cross_entropy, optimizer=torch.optim.Adam(net.parameters(), lr=0.003), log=echelon.Log(console=False)
-)
-draw = torch.Generator().manual_seed(0)
-x = torch.randn(320, 6, generator=draw)
-loader = engine.loader((x, x.argmax(1) % 3), batch_size=8)
-for _ in loader.epochs(int(sys.argv[1]) // len(loader)):
-    for x, y in loader:
-        loss = float(engine.step(x, y))
-        with open(f"losses-{echelon.rank()}", "a") as file:
-            file.write(f"{engine.steps} {loss!r}\\n")
-        time.sleep(0.05)
-"""
+LAYOUTS = ("data", "pipeline", "split", "shard", "collective")
 
 
-def start(place: Path, steps: int, procs: int, kills: int) -> subprocess.Popen[bytes]:
-    place.mkdir(parents=True)
-    (place / "train.py").write_text(TRAIN)
-    words = ["--procs", str(procs), "--max-restarts", str(kills), "--copies", "1", "train.py", str(steps)]
+def start(place: Path, layout: str, pause: float, asked: argparse.Namespace) -> subprocess.Popen[bytes]:
+    place.mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).with_name("many_kills_train.py")
+    options = ["--procs", asked.procs, "--max-restarts", asked.kills, "--copies", asked.copies]
+    words = ["run", *map(str, [*options, script, layout, pause])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if asked.warm:
+        from forked import Forked
+
+        return cast(subprocess.Popen[bytes], Forked(words, cwd=place, env=environment, warm=True))
     with (place / "said").open("wb") as said:
         return subprocess.Popen(
-            [sys.executable, "-m", "echelon", "run", *words],
-            cwd=place,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=said,
-            stderr=said,
+            [sys.executable, "-m", "echelon", *words], cwd=place, env=environment, stdout=said, stderr=said
         )
 
 
@@ -75,11 +61,6 @@ def losses(place: Path, rank: int = 0) -> dict[int, list[str]]:
     return found
 
 
-def ranks_of(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if rank_main.__file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 def until(holds: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + HANGS
     while not holds():
@@ -90,24 +71,25 @@ def until(holds: Callable[[], object], process: subprocess.Popen[bytes]) -> None
 
 def resumed(place: Path) -> list[int]:
     """Return the step after which training went on, for each restart."""
-    events = map(json.loads, (place / "log" / "events.jsonl").read_text().splitlines())
+    events = map(json.loads, next(place.glob("runs/*/events.jsonl")).read_text().splitlines())
     return [int(re.findall(r"after step (\d+)", each["text"])[0]) for each in events if each["kind"] == "resumed"]
 
 
-def disturb(process: subprocess.Popen[bytes], place: Path, kills: int, minutes: float) -> list[float]:
-    """Kill so often, or as often as there are minutes for; return the seconds until training had gone on, each time."""
-    draw, recovery = random.Random(1), []
+def disturb(process: subprocess.Popen[bytes], place: Path, victims: list[int], minutes: float) -> list[float]:
+    """Kill these, or as many as there are minutes for; return the seconds until training had gone on, each time."""
+    recovery = []
     until(lambda: len(losses(place)) > 2, process)
     end = time.monotonic() + 60 * minutes
-    for _ in range(kills):
+    for victim in victims:
         if time.monotonic() > end:
             break
-        time.sleep(draw.uniform(0.0, 0.3))
-        until(lambda: ranks_of(process.pid), process)
-        os.kill(draw.choice(ranks_of(process.pid)), signal.SIGKILL)
+        time.sleep(random.uniform(0.0, 0.5))
+        os.kill(int((place / f"pid-{victim}").read_text()), signal.SIGKILL)
         began, before = time.monotonic(), max(losses(place))
         until(lambda seen=before: max(losses(place)) > seen + 1, process)
         recovery.append(time.monotonic() - began)
+    (place / "end.part").write_text(str(max(losses(place)) // EPOCH + 2))
+    (place / "end.part").rename(place / "end")
     return recovery
 
 
@@ -119,35 +101,66 @@ def curves(place: Path) -> dict[str, list[float]]:
     return found
 
 
+def run(place: Path, layout: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """Run both jobs of a layout and return its line in the table."""
+    victims = [kill % asked.procs for kill in range(asked.kills)]
+    random.shuffle(victims)
+    process = start(place / "killed", layout, 0.05, asked)
+    wrong, recovery = [], []
+    try:
+        recovery = disturb(process, place / "killed", victims, asked.minutes)
+        code = process.wait(HANGS)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        wrong.append(str(error))
+        process.kill()
+        code = process.wait()
+    found = [losses(place / "killed", rank) for rank in range(asked.procs)]
+    (place / "quiet").mkdir()
+    (place / "quiet" / "end").write_text(str(max(found[0]) // EPOCH))
+    start(place / "quiet", layout, 0.0, asked).wait()
+    expected = losses(place / "quiet")
+    # A rank that is killed before it has noted a loss notes none; the weights show that the step was made.
+    differ = sorted({step for each in found for step, seen in each.items() if set(seen) != set(expected[step])})
+    wrong += [f"exit code {code}"] if code else []
+    wrong += [f"losses differ at steps {differ}"] if differ else []
+    weights = [place / run / "final.safetensors" for run in ("killed", "quiet")]
+    wrong += [] if all(path.exists() for path in weights) and same_weights(*weights) else ["weights differ"]
+    return {
+        "kills": len(recovery), "steps": len(expected), "wrong": wrong,
+        "steps made again": sum(max(len(each.get(step, "1")) for each in found) - 1 for step in expected),
+        "seconds until gone on": sorted(round(seconds, 2) for seconds in recovery),
+    }  # fmt: skip
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("--kills", type=int, default=100)
     ask.add_argument("--procs", type=int, default=2)
+    ask.add_argument("--layouts", nargs="*", default=["data"], choices=LAYOUTS)
+    ask.add_argument("--copies", type=int, default=1, help="steps between two copies in memory; default 1")
+    ask.add_argument("--seed", type=int, default=1)
+    ask.add_argument("--warm", action="store_true", help="fork processes in place of fresh starts, to save time")
     ask.add_argument("--minutes", type=float, default=math.inf, help="kill for so long; then the run ends undisturbed")
     ask.add_argument("--out", type=Path)
     ask.add_argument("--losses", type=Path, help="where to write both curves, for the picture in docs/faults.md")
     asked = ask.parse_args()
-    place, steps = Path(tempfile.mkdtemp(prefix="kills-")), 20 * -(-asked.kills * EACH // 20) + 40
-    quiet = start(place / "quiet", steps, asked.procs, 0)
-    quiet.wait()
-    process = start(place / "killed", steps, asked.procs, asked.kills)
-    recovery = disturb(process, place / "killed", asked.kills, asked.minutes)
-    code = process.wait()
-    expected, found = losses(place / "quiet"), losses(place / "killed")
-    differ = [step for step in expected if set(found.get(step, [])) != set(expected[step])]
-    again = sum(len(seen) - 1 for seen in found.values())
-    result = {
-        "kills": len(recovery), "ranks": asked.procs, "steps": steps, "exit code": code,
-        "steps whose loss differs from the quiet run's": differ,
-        "steps made again, over all kills": again,
-        "seconds until gone on": {"median": statistics.median(recovery), "worst": max(recovery)},
-    }  # fmt: skip
-    print(json.dumps(result, indent=1))
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1))
-    if asked.losses:
-        asked.losses.write_text(json.dumps(curves(place)) + "\n")
-    sys.exit(bool(code or differ))
+    random.seed(asked.seed)
+    table = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {}
+    wrong = 0
+    for layout in asked.layouts:
+        place = Path(tempfile.mkdtemp(prefix=f"kills-{layout}-"))
+        row = run(place, layout, asked)
+        wrong += len(row["wrong"])
+        times = row["seconds until gone on"] or [math.nan]
+        print(f"{layout}: {row}, median {statistics.median(times):.1f} s", flush=True)
+        before = table.get(layout, {})
+        table[layout] = {name: (before[name] + row[name] if before else row[name]) for name in row}
+        table[layout]["seconds until gone on"].sort()
+        if asked.out:
+            asked.out.write_text(json.dumps(table, indent=1) + "\n")
+        if asked.losses:
+            asked.losses.write_text(json.dumps(curves(place)) + "\n")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@
 
 The tests do a few of these; this script kills each server and each worker so often in each mode, prints JSON and says
 how long recovery took. In each job the victims are killed one after another: the next when training has gone on after
-the last, and a random moment later.
+the last, and a random moment later. Training lasts until all have been killed; the undisturbed run has as many steps.
+With --out, kills are added to those that the file has.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -29,6 +31,7 @@ import numpy as np
 from members import members
 
 SERVERS, WORKERS, BATCH = 2, 2, 8
+EPOCH = 30  # steps: training ends with an epoch, so that each sample was seen as often as all others
 LIMIT = 240.0  # seconds without progress that are taken for a hang
 DRAW = random.Random(1)
 MODES = ("sync", "async", "bounded", "geo", "hybrid", "exact hybrid")
@@ -42,8 +45,8 @@ import echelon
 from echelon.nn import SparseEmbedding
 from echelon.strategy.sparse_update_rules import Adagrad, Sgd
 
-mode, steps, batch, replica, out = sys.argv[1:]
-steps, batch, replica = int(steps), int(batch), replica == "replica"
+mode, epoch, batch, pause, replica, out = sys.argv[1:]
+epoch, batch, pause, replica = int(epoch), int(batch), float(pause), replica == "replica"
 echelon.init(seed=5)
 
 class Net(torch.nn.Module):
@@ -68,22 +71,26 @@ engine = echelon.distribute(
     log=echelon.Log(console=False),
 )
 generator = torch.Generator().manual_seed(1)
-ids = torch.randint(0, 50, (steps * batch * 2, 3), generator=generator) * 987654321987 - 5
+ids = torch.randint(0, 50, (epoch * batch * 2, 3), generator=generator) * 987654321987 - 5
 wanted = torch.randn(len(ids), generator=generator)
-def reached(worker):
+def number(name, otherwise):
     try:
-        return int(open(f"progress-{worker}").read())
+        return int(open(name).read())
     except (OSError, ValueError):
-        return 0
+        return otherwise
 
-for at in engine.loader((ids, wanted), batch_size=batch):
-    while engine.steps > reached(1 - echelon.rank()) + 6:  # so that there are steps left for all the victims
-        time.sleep(0.01)
-    engine.step(*at)
-    with open(f"progress-{echelon.rank()}.part", "w") as file:
-        file.write(str(engine.steps))
-    os.rename(f"progress-{echelon.rank()}.part", f"progress-{echelon.rank()}")
-    time.sleep(0.03)
+loader = engine.loader((ids, wanted), batch_size=batch)
+for _ in loader.epochs(10**6):
+    if engine.steps >= number("end", 10**9):
+        break
+    for at in loader:
+        while engine.steps > number(f"progress-{1 - echelon.rank()}", 0) + 6:  # a killed worker is waited for
+            time.sleep(0.01)
+        engine.step(*at)
+        with open(f"progress-{echelon.rank()}.part", "w") as file:
+            file.write(str(engine.steps))
+        os.rename(f"progress-{echelon.rank()}.part", f"progress-{echelon.rank()}")
+        time.sleep(pause)
 engine.synchronize()
 known = torch.unique(ids)
 with torch.no_grad():
@@ -111,6 +118,7 @@ class Outcome:
     code: int
     said: str
     result: dict[str, Any] | None
+    steps: int  # of each worker
     killed: list[str]
     recovery: list[float]  # after each kill, seconds until the process was replaced and all workers had gone on
 
@@ -120,9 +128,9 @@ def expected_counts(mode: str, steps: int) -> np.ndarray:
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 50, (steps * BATCH * 2, 3), generator=generator).numpy()
+    ids = torch.randint(0, 50, (EPOCH * BATCH * 2, 3), generator=generator).numpy()
     known = np.unique(ids)
-    times = np.array([(ids == one).sum() for one in known], np.float64)
+    times = np.array([(ids == one).sum() for one in known], np.float64) * (steps / EPOCH)
     moved = times / BATCH * (0.5 if mode in ("geo", "exact hybrid") else 1.0)
     return -np.repeat(moved[:, None], 2, axis=1)
 
@@ -147,13 +155,15 @@ def warm(words: list[str], directory: Path) -> Any:
 
 
 def job(
-    mode: str, victims: list[str], directory: Path, *, steps: int = 60, replica: bool = False, start: Any = fresh
+    mode: str, victims: list[str], directory: Path, *, steps: int = 0, replica: bool = False, start: Any = fresh
 ) -> Outcome:
-    """One job, whose ``victims`` ("server-1", "rank-0") are killed one after another."""
+    """One job, whose ``victims`` ("server-1", "rank-0") are killed one after another; or one of so many steps."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "train.py").write_text(TRAIN)
+    if steps:
+        _end_at(steps, directory)
     out = directory / "out.json"
-    words = [mode, str(steps), str(BATCH), "replica" if replica else "alone", str(out)]
+    words = [mode, str(EPOCH), str(BATCH), "0.03" if victims else "0", "replica" if replica else "alone", str(out)]
     options = ["--servers", str(SERVERS), "--workers", str(WORKERS), "--max-restarts", "100"]
     process = start(["run", *options, "--log-dir", str(directory / "log"), "train.py", *words], directory)
     recovery: list[float] = []
@@ -165,6 +175,8 @@ def job(
         for victim in victims:
             recovery.append(_kill(victim, directory, process))
             killed.append(victim)
+        if not steps:
+            _end_at((max(progress(directory)) // EPOCH + 2) * EPOCH, directory)
         process.communicate(timeout=LIMIT)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         trouble = f"\n({error})"
@@ -172,7 +184,12 @@ def job(
         process.kill()
         said = "".join(process.communicate())
     result = json.loads(out.read_text()) if out.exists() else None
-    return Outcome(process.returncode, said + trouble, result, killed, recovery)
+    return Outcome(process.returncode, said + trouble, result, max(progress(directory)), killed, recovery)
+
+
+def _end_at(steps: int, directory: Path) -> None:
+    (directory / "end.part").write_text(str(steps))
+    (directory / "end.part").rename(directory / "end")
 
 
 def _kill(victim: str, directory: Path, process: Any) -> float:
@@ -204,7 +221,7 @@ def _until(holds: Any, process: Any) -> None:
         time.sleep(0.02)
 
 
-def faults(mode: str, outcome: Outcome, undisturbed: dict[str, Any] | None, steps: int = 60) -> list[str]:
+def faults(mode: str, outcome: Outcome, undisturbed: dict[str, Any] | None) -> list[str]:
     """Return the faults of an outcome."""
     if outcome.code or outcome.result is None:
         return [f"ended with {outcome.code}: {outcome.said[-600:]}"]
@@ -217,13 +234,13 @@ def faults(mode: str, outcome: Outcome, undisturbed: dict[str, Any] | None, step
                     apart = np.abs(np.array(outcome.result[part][name]) - np.array(values)).max()
                     wrong.append(f"{part} {name} differ from the undisturbed run by {apart:.3g}")
         return wrong
-    apart = np.array(outcome.result["rows"]["counted"]) - expected_counts(mode, steps)
+    apart = np.array(outcome.result["rows"]["counted"]) - expected_counts(mode, outcome.steps)
     if mode == "hybrid":  # whose dense part goes back to a checkpoint, and with it all workers: some steps count twice
         apart = np.maximum(apart, 0.0)
     if np.abs(apart).max() > 1e-4:
         wrong.append(f"rows are {np.abs(apart).max():.3g} from where every push, applied once, would have moved them")
-    if mode in ("async", "bounded") and outcome.result["versions"] != [steps * WORKERS] * SERVERS:
-        wrong.append(f"versions {outcome.result['versions']}, expected {steps * WORKERS}")
+    if mode in ("async", "bounded") and outcome.result["versions"] != [outcome.steps * WORKERS] * SERVERS:
+        wrong.append(f"versions {outcome.result['versions']}, expected {outcome.steps * WORKERS}")
     return wrong
 
 
@@ -234,45 +251,60 @@ def victims_of(kind: str, count: int, kills: int) -> list[str]:
     return result
 
 
-def row(
-    mode: str, victims: list[str], ended: Outcome, undisturbed: dict[str, Any] | None, steps: int
-) -> dict[str, Any]:
+def row(mode: str, victims: list[str], ended: Outcome, undisturbed: dict[str, Any] | None) -> dict[str, Any]:
     """Return the line of a job in the table."""
-    back = sorted(round(seconds, 2) for seconds in ended.recovery)
     missed = (
         [] if ended.killed == victims else [f"only {len(ended.killed)} of {len(victims)} kills: {ended.said[-200:]}"]
     )
     return {
+        "jobs": 1,
         "kills": dict(sorted(Counter(ended.killed).items())),
-        "wrong": faults(mode, ended, undisturbed, steps) + missed,
-        "seconds until all had gone on": {"median": back[len(back) // 2], "worst": back[-1]} if back else {},
-        "steps": steps,
+        "wrong": faults(mode, ended, undisturbed) + missed,
+        "steps": ended.steps,
+        "seconds until all had gone on": sorted(round(seconds, 2) for seconds in ended.recovery),
     }
+
+
+def joined(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of the jobs of before and of this one."""
+    if before is None:
+        return now
+    kills = Counter(before["kills"]) + Counter(now["kills"])
+    back = "seconds until all had gone on"
+    sums = {name: before[name] + now[name] for name in ("jobs", "wrong", "steps")}
+    return sums | {"kills": dict(sorted(kills.items())), back: sorted(before[back] + now[back])}
 
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("--kills", type=int, default=20, help="kills of each process; default 20")
     ask.add_argument("--modes", nargs="*", default=list(MODES))
+    ask.add_argument("--kinds", nargs="*", default=["server", "server, replica", "rank"])
+    ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--warm", action="store_true", help="fork processes in place of fresh starts, to save time")
     ask.add_argument("--out", type=Path)
     asked = ask.parse_args()
-    place, steps = Path(tempfile.mkdtemp(prefix="faults-")), 20 + 12 * asked.kills * max(SERVERS, WORKERS)
-    table: dict[str, Any] = {}
-    for mode in asked.modes:
-        start = warm if asked.warm else fresh
-        plain = job(mode, [], place / f"{mode}-plain", steps=steps, start=start)
-        for kind, count in (("server", SERVERS), ("rank", WORKERS)):
-            for replica in (False, True) if (kind, mode) == ("server", "async") else (False,):
-                where = place / f"{mode}-{kind}-{replica}"
-                victims = victims_of(kind, count, asked.kills)
-                ended = job(mode, victims, where, steps=steps, replica=replica, start=start)
-                name = f"{mode}, {kind}{', replica' if replica else ''}"
-                table[name] = row(mode, victims, ended, plain.result, steps)
-                print(json.dumps({name: table[name]}), flush=True)
-                if asked.out:
-                    asked.out.write_text(json.dumps(table, indent=1))
-    sys.exit(any(row["wrong"] for row in table.values()))
+    DRAW.seed(asked.seed)
+    place = Path(tempfile.mkdtemp(prefix="faults-"))
+    table: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {}
+    start, wrong = warm if asked.warm else fresh, 0
+    for mode, kind in itertools.product(asked.modes, asked.kinds):
+        what, _, replica = kind.partition(", ")
+        if replica and mode != "async":
+            continue
+        where = place / f"{mode}-{kind}"
+        victims = victims_of(what, SERVERS if what == "server" else WORKERS, asked.kills)
+        ended = job(mode, victims, where, replica=bool(replica), start=start)
+        plain = None
+        if mode in ("sync", "exact hybrid"):
+            plain = job(mode, [], where / "undisturbed", steps=ended.steps, start=start).result
+        found = row(mode, victims, ended, plain)
+        print(json.dumps({f"{mode}, {kind}": found}), flush=True)
+        wrong += len(found["wrong"])
+        table[f"{mode}, {kind}"] = joined(table.get(f"{mode}, {kind}"), found)
+        if asked.out:
+            asked.out.write_text(json.dumps(table, indent=1) + "\n")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
