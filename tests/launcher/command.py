@@ -86,15 +86,16 @@ def finish(process: Process) -> Ended:
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"still running after {LIMIT} s\n{_last_words(process)}") from None
+        others = [one for one in _started if one is not process]
+        raise AssertionError(f"still running after {LIMIT} s\n{_last_words(process, *others)}") from None
     assert process.returncode is not None
     return Ended(process.returncode, out, err)
 
 
-def _last_words(stuck: Process) -> str:
+def _last_words(*processes: Process) -> str:
     """Return the last output of all launchers of the test: the one that hangs may wait for another."""
     said = []
-    for process in (stuck, *(one for one in _started if one is not stuck)):
+    for process in processes:
         code = process.poll()
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired, ValueError):  # one that was read to its end before
@@ -132,7 +133,8 @@ def until(ready: Callable[[], bool], what: str) -> None:
     """Wait for something that must come; fail by its name when it does not."""
     deadline = time.monotonic() + LIMIT
     while not ready():
-        assert time.monotonic() < deadline, f"{what} did not come within {LIMIT} s"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come within {LIMIT} s\n{_last_words(*_started)}")
         time.sleep(0.02)
 
 

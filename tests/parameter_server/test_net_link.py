@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -223,6 +225,25 @@ def test_frozen_server_is_given_up_and_reconnected_when_it_thaws():
         assert link.reconnects >= 1
         beats.close()
         link.close()
+
+
+def test_connection_to_itself_counts_as_none(monkeypatch: pytest.MonkeyPatch):
+    """A port without a listener, dealt out by the kernel as the caller's own: the connection leads to its own end."""
+
+    def connect(place: tuple[str, int], timeout: float) -> socket.socket:
+        itself = socket.socket()
+        itself.settimeout(timeout)
+        itself.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        itself.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its port is free at once
+        itself.bind(place)
+        itself.connect(place)
+        return itself
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    link = ServerChannel(free_endpoint(), timeout=0.3)
+    with pytest.raises(PeerLost, match=r"has not answered for 0.3 s \(nothing listens there\)"):
+        link.call(WireMessage({"op": "hello", "worker": 0}))
+    link.close()
 
 
 def test_beats_reach_every_server_and_stop(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -249,6 +251,25 @@ def test_a_port_that_is_taken_is_one_line():
         with pytest.raises(UsageError, match=f"^endpoint {endpoint}: .*{line}"):
             ServerPort(endpoint, lambda frame, gone: WireMessage({}), Security(token="a secret of servers"))
     assert first.close()
+
+
+def test_restarted_server_waits_for_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from echelon.distributed.ps_role import find_role
+    from echelon.parameter_server.server.process import ParameterServerProcess
+
+    holder = socket.create_server(("127.0.0.1", 0))
+    endpoint = f"127.0.0.1:{holder.getsockname()[1]}"
+    role = find_role(role="server", pservers=endpoint, current_endpoint=endpoint, trainers=1)
+    with pytest.raises(UsageError, match="in use by another program"):
+        ParameterServerProcess(role, None, OPEN)
+    monkeypatch.setenv("ECHELON_RESTARTS", "1")
+    threading.Timer(0.5, holder.close).start()
+    process = ParameterServerProcess(role, None, OPEN)
+    link = ServerChannel(endpoint)
+    assert "ok" in link.call(WireMessage({"op": "beat", "worker": 0})).head
+    link.close()
+    process.stop(15)
+    assert process.hold() == 143
 
 
 def test_servers_ask_each_other_and_do_without_one_that_is_gone():

@@ -44,6 +44,7 @@ class ServerConnection:
         host = host.strip("[]")
         connection = socket.create_connection((host, port), timeout=seconds)
         try:
+            _refuse_itself(connection)
             stream = self._stream = self._begun(connection, host, seconds)
             stream.converse(callers_proof(self._security.proof_key, tls.fingerprint(stream.certificate)))
             if (line := self.read().head.get("error")) is not None:
@@ -91,6 +92,16 @@ class ServerConnection:
         self.cut()  # a forked process may hold the connection as well
         if self._stream is not None:
             self._stream.close()
+
+
+def _refuse_itself(connection: socket.socket) -> None:
+    """Raise ``ConnectionRefusedError`` if the connection leads to its own end.
+
+    While nothing listens at a port of this host that the kernel also deals out, every 20,000th attempt connects to
+    itself (Linux), and takes the port from the server that is about to restart.
+    """
+    if connection.getsockname() == connection.getpeername():
+        raise ConnectionRefusedError
 
 
 def one_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from echelon.base.console import say
-from echelon.base.environment import PS_STATE
+from echelon.base.environment import PS_STATE, RESTARTS
 from echelon.base.errors import CheckpointError, EchelonError, PeerLost, UsageError
 from echelon.base.security import Security
 from echelon.base.wait_notice import WaitNotice
@@ -44,6 +44,8 @@ LOOK = 0.1
 UNGATED = ("beat", "stats", "mirror", "mirrored")
 #: Seconds for clients to hang up after the last worker has left.
 FAREWELL = 5.0
+#: Seconds that a restarted server waits for its port.
+PORT_WAIT = 10.0
 #: Seconds for workers to learn why a server ends, before it ends; more than the time between two heartbeats.
 LAST_WORD = 2.5
 
@@ -83,7 +85,9 @@ class ParameterServerProcess:
         self._code = 0
         keep = self._open_persistence if state is not None else None
         self.shard = ServerShard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
-        self._server = ServerPort(role.endpoints[role.index], self._handle, security)
+        restarted = os.environ.get(RESTARTS, "0") != "0"  # the port was free: a job does not end because it is not now
+        wait = PORT_WAIT if restarted else 0.0
+        self._server = ServerPort(role.endpoints[role.index], self._handle, security, wait=wait)
         self._arrivals, self._reason = WorkerArrivals(role, self.shard), ""
         self._figures = ServerLog(role.index, self.shard, lambda: self._server.traffic)
 

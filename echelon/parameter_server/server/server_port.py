@@ -39,14 +39,23 @@ log = logging.getLogger("echelon.parameter_server")
 
 
 class ServerPort:
-    """The port of a server, which listens from construction on. ``handler`` is called from one thread per stream."""
+    """The port of a server, which listens from construction on. ``handler`` is called from one thread per stream.
+
+    wait: seconds to wait for a port that is in use; default 0
+    """
 
     def __init__(
-        self, endpoint: str, handler: Handler, security: Security = OPEN, *, max_streams: int = MAX_STREAMS
+        self,
+        endpoint: str,
+        handler: Handler,
+        security: Security = OPEN,
+        *,
+        max_streams: int = MAX_STREAMS,
+        wait: float = 0.0,
     ) -> None:
         host, port = split_endpoint(endpoint)
         security.check_bind(host)
-        check_port(endpoint)
+        check_port(endpoint, wait)
         self._security, self._handler, self._most = security, handler, max_streams
         self._tls, self._channel = tls.server_tls_context(security), tls.own_certificate_fingerprint(security)
         network.raise_descriptor_limit()
