@@ -119,6 +119,38 @@ def _save_all(shard, path, step=3):
         other.close()
 
 
+@pytest.mark.parametrize("pushes", [0, 2])
+def test_passes_go_on_after_a_load(tmp_path, pushes):
+    """Rows expire at the pass at which they do in a job that was not stopped, also if no push comes before its end."""
+
+    def end_pass(shard):
+        ask(shard, {"op": "new_pass", "worker": 0})
+
+    def train(shard, first, count):
+        for number in range(first, first + count):
+            push(shard, number)
+
+    (kept,) = shards_of(job_of(1), tmp_path / "a")
+    for epoch in range(3):
+        train(kept, 4 * epoch, 4)
+        if epoch < 2:
+            end_pass(kept)
+    save([kept], tmp_path / "ckpt", step=12)
+    (loaded,) = shards_of(job_of(1), tmp_path / "b")
+    load([loaded], tmp_path / "ckpt")
+    held = len(loaded.tables["b"])
+    for shard, at in ((kept, 12), (loaded, 0)):
+        train(shard, at, pushes)
+        end_pass(shard)
+        end_pass(shard)  # a retry
+    assert (kept.store.passes, loaded.store.passes) == (3, 3)
+    for shard in (kept, loaded):
+        train(shard, 12 + pushes if shard is kept else pushes, 1)
+        end_pass(shard)
+    assert (kept.store.passes, loaded.store.passes) == (4, 4)
+    assert len(loaded.tables["b"]) < held
+
+
 def test_saves_while_pushes_come_keep_every_record_whole(tmp_path):
     """In an async job each saved row, with weights, state and counts, is one that some push left."""
     job = make_job()

@@ -63,6 +63,12 @@ class JobWorkers:
         membership.seq = membership.committed = membership.pass_after = step - 1
         membership.fenced, membership.passes = False, passes
 
+    def resume_passes(self, passes: int) -> None:
+        """Let all workers go on from ``passes`` finished passes: workers that began at 0 would end none for so many."""
+        for membership in self.memberships.values():
+            # No push has this number, so that a pass that ends before the next push counts.
+            membership.passes, membership.pass_after = passes, -2
+
     def end(self, worker: int, last: int) -> None:
         """End a worker's membership after step ``last``."""
         membership = self.memberships.get(worker)

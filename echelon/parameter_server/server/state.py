@@ -339,6 +339,7 @@ class ServerState:
     def load_facts(self, facts: Sequence[WireMessage]) -> None:
         """Load the part of a checkpoint's facts that belongs to its rows and blocks; this job's version is kept."""
         self.store.restore({**facts[0].head["store"], "begun": True, "expired": {}})
+        self.members.resume_passes(self.store.passes)
 
     def set_floors(self, floors: Mapping[str, Mapping[int, int]], dense: int) -> None:
         """Begin a replay, in which changes up to these LSNs are already restored; empty floors end the replay."""
