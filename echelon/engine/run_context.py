@@ -96,8 +96,8 @@ class RunContext:
         self.elastic = ElasticState(elastic, world.mesh_size)
         self.positions = LoaderPositions(self.elastic, self.say)
         self.checkpoints = AutomaticCheckpoints(world, checkpoint, self.say)
-        #: launchers that hold in-memory snapshots; None without them. Servers have their own journal
-        self.snapshots = SnapshotHosts.for_next_engine() if trial is None and not backend.pushes else None
+        #: launchers that hold in-memory snapshots; None without them
+        self.snapshots = self._snapshot_hosts()
         self.preemption = PreemptionHandler(world)
         self.exit = ExitHook()
         self.metrics.connect(self.record, lambda line: self.say(line, "warning"), self.exit.renew)
@@ -108,6 +108,17 @@ class RunContext:
         """The directory that the run keeps over restarts: that of its checkpoints, else that of its log."""
         saved = self.checkpoints.directory
         return self.metrics.directory if saved is None else Path(saved)
+
+    def _snapshot_hosts(self) -> SnapshotHosts | None:
+        if self.trial is not None or SnapshotHosts.find() is None:
+            return None
+        if self.backend.pushes:
+            self.say(
+                "in-memory snapshots disabled: they hold no rows of sparse tables; after a failure training goes on "
+                "from the newest checkpoint"
+            )
+            return None
+        return SnapshotHosts.for_next_engine()
 
     def say(self, text: str, kind: Kind = "notice") -> None:
         """Write a line to rank 0's console and to the run's events."""
