@@ -17,15 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError
+from echelon.parameter_server.protocol.job_spec import BUCKETS
 
 #: Indices of the counters that kernels advance.
 NEXT, FREE, ROWS, SLOTS, STUCK = 0, 1, 2, 3, 4
 NONE = -1
+#: Columns of the extents: first free slot of the bucket, next slot of its last extent, its end, slots of all extents.
+HEAD, AT, END, TAKEN = 0, 1, 2, 3
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
 #: The first bytes have small pages, so that a small table takes little memory; huge pages behind them save address
 #: translation: with a cold cache a pull takes 0.49 ms in place of 0.65, a push 0.83 in place of 1.1 (7,700 ids).
 _SMALL_PAGES = 1 << 21
+#: Pages that are read ahead in vain rather than in a run of their own.
+_GAP = 8
 #: Disk space is allocated in steps of at least this many bytes, so that a full disk is an error and not a crash.
 _STEP = 1 << 26
 
@@ -33,7 +38,12 @@ _STEP = 1 << 26
 class Arena:
     """An array of slots of ``words`` 32-bit words; a free slot holds the number of the next free slot.
 
+    With a directory the slots of a bucket lie together in extents, so that a snapshot, which goes from bucket to
+    bucket, reads and marks each page once. In the order of creation every bucket has a row in almost every page: a base
+    of 100 million ids then wrote 106 GB for its first 3 of 8 GB.
+
     counters:  next slot that was never used, first free slot, rows, usable slots, bucket that had no room for an id
+    extents:   by bucket, the columns above; without a directory empty
     """
 
     def __init__(self, words: int, directory: Path | None) -> None:
@@ -43,6 +53,8 @@ class Arena:
         self.words32: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32)
         self.floats = self.words32.view(np.float32)
         self.counters = np.array([0, NONE, 0, 0, 0], np.int64)
+        self.extents = np.zeros((BUCKETS if directory is not None else 0, 4), np.int64)
+        self.extents[:, HEAD] = NONE
         if self._file is None:
             self.counters[SLOTS] = len(self.words32) // words
 
@@ -73,9 +85,23 @@ class Arena:
         weakref.finalize(self, os.close, file)
         return file
 
+    def fetch(self, slots: NDArray[np.int64]) -> None:
+        """Let the system read the pages of these slots ahead, in runs: a page fault reads one page alone."""
+        nbytes = self.words * 4
+        firsts = np.unique(slots[slots >= 0] * nbytes // mmap.PAGESIZE) if self._file is not None else slots[:0]
+        if not len(firsts):
+            return
+        ends = np.append(np.flatnonzero(np.diff(firsts) > _GAP), len(firsts) - 1)
+        begins = np.append(0, ends[:-1] + 1)
+        reach = nbytes // mmap.PAGESIZE + 2
+        for first, last in zip(firsts[begins].tolist(), firsts[ends].tolist(), strict=True):
+            length = min((last - first + reach) * mmap.PAGESIZE, len(self._map) - first * mmap.PAGESIZE)
+            self._map.madvise(mmap.MADV_WILLNEED, first * mmap.PAGESIZE, length)
+
     def clear(self) -> None:
         """Free every slot."""
         self.counters[[NEXT, FREE, ROWS]] = 0, NONE, 0
+        self.extents[:] = NONE, 0, 0, 0
         if self._file is None:
             self._map.madvise(mmap.MADV_DONTNEED)  # returns the memory to the operating system
 

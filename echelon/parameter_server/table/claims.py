@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.parameter_server.protocol.hashing import mix
-from echelon.parameter_server.table.arena import FREE, NEXT, NONE, ROWS, SLOTS, STUCK
+from echelon.parameter_server.table.arena import AT, END, FREE, HEAD, NEXT, NONE, ROWS, SLOTS, STUCK, TAKEN
 from echelon.parameter_server.table.compiled import inner, kernel, load, store, store32
 from echelon.parameter_server.table.index import (
     AHEAD,
@@ -29,6 +29,9 @@ from echelon.parameter_server.table.records import COUNT, META, NEW, NOW, SEED, 
 
 #: Indices of the admission array: the pushes that are needed, and the probability of admission from that push on.
 AFTER, CHANCE = 0, 1
+
+#: Rows of the smallest extent, and words of the largest: it has many pages, and little of it stays unused.
+_SMALLEST, _LARGEST = 4, 1 << 15
 
 _SIGN = np.int64(np.iinfo(np.int64).min)
 _CHANGED = np.int64(1 << 62)
@@ -66,30 +69,56 @@ def pushes(value: int) -> int:
 
 
 @inner
-def take_slot(counters: int, memory: int, words: int) -> int:
+def extent_of(extents: int, which: int) -> int:
+    """Return the address of a bucket's extent; 0 if the table has none."""
+    return extents + 32 * which if extents else 0
+
+
+@inner
+def take_slot(counters: int, extent: int, memory: int, words: int) -> int:
     """Allocate a free slot and return it; NONE if there is none."""
-    slot = load(counters + 8 * FREE)
+    free = extent + 8 * HEAD if extent else counters + 8 * FREE
+    slot = load(free)
     if slot != NONE:
-        store(counters + 8 * FREE, load(memory + slot * words * 4))
+        store(free, load(memory + slot * words * 4))
+    elif extent:
+        slot = take_from_extent(counters, extent, words)
     elif load(counters + 8 * NEXT) < load(counters + 8 * SLOTS):
         slot = load(counters + 8 * NEXT)
         store(counters + 8 * NEXT, slot + 1)
-    else:
-        return NONE
-    store(counters + 8 * ROWS, load(counters + 8 * ROWS) + 1)
+    if slot != NONE:
+        store(counters + 8 * ROWS, load(counters + 8 * ROWS) + 1)
     return slot
 
 
 @inner
-def free_slot(slot: int, counters: int, memory: int, words: int) -> None:
-    store(memory + slot * words * 4, load(counters + 8 * FREE))
-    store(counters + 8 * FREE, slot)
+def take_from_extent(counters: int, extent: int, words: int) -> int:
+    """Return the next slot of a bucket's extent, or of a new one that is a quarter of the bucket."""
+    slot = load(extent + 8 * AT)
+    if slot == load(extent + 8 * END):
+        taken = load(extent + 8 * TAKEN)
+        size = min(max(taken // 4, _SMALLEST), max(_LARGEST // words, 1))
+        slot = load(counters + 8 * NEXT)
+        if slot + size > load(counters + 8 * SLOTS):
+            return NONE
+        store(counters + 8 * NEXT, slot + size)
+        store(extent + 8 * END, slot + size)
+        store(extent + 8 * TAKEN, taken + size)
+    store(extent + 8 * AT, slot + 1)
+    return slot
+
+
+@inner
+def free_slot(slot: int, counters: int, extent: int, memory: int, words: int) -> None:
+    free = extent + 8 * HEAD if extent else counters + 8 * FREE
+    store(memory + slot * words * 4, load(free))
+    store(free, slot)
     store(counters + 8 * ROWS, load(counters + 8 * ROWS) - 1)
 
 
 @kernel
 def claim(
-    ids: Int64s, begin: int, regions: Int64s, counters: Int64s, words32: Words, shape: Int64s,
+    ids: Int64s, begin: int, regions: Int64s, counters: Int64s, extents: Int64s, words32: Words, shape: Int64s,
     admission: NDArray[np.float64], slots: Int64s,
 ) -> int:  # fmt: skip
     """Find the slots of ``ids[begin:]``; an id that this push admits gets a slot, marked NEW, with its previous count.
@@ -98,6 +127,7 @@ def claim(
     """
     words, seed, now, n = shape[WORDS], shape[SEED], shape[NOW], len(ids)
     memory, described, counted = words32.ctypes.data, regions.ctypes.data, counters.ctypes.data
+    grouped = extents.ctypes.data if extents.shape[0] else 0
     for i in range(begin, n):
         if i + AHEAD < n:
             fetch_ahead(described, ids[i + AHEAD])
@@ -118,7 +148,7 @@ def claim(
             made = _SIGN + _CHANGED + (min(count, COUNT - 1) << 32) + now
             slots[i] = EMPTY
             if admits(seed, ids[i], count, admission[AFTER], admission[CHANCE]):
-                made = take_slot(counted, memory, words)
+                made = take_slot(counted, extent_of(grouped, which), memory, words)
                 if made == NONE:
                     counters[STUCK] = which
                     return i
@@ -149,23 +179,26 @@ def newcomers(ids: Int64s, regions: Int64s, seed: int, admission: NDArray[np.flo
 
 @kernel
 def release(
-    ids: Int64s, regions: Int64s, counters: Int64s, words32: Words, words: int, present: NDArray[np.bool_]
-) -> None:
+    ids: Int64s, regions: Int64s, counters: Int64s, extents: Int64s, words32: Words, words: int,
+    present: NDArray[np.bool_],
+) -> None:  # fmt: skip
     """Remove ids, including ids that wait for admission; ``present[i]`` becomes True if ids[i] was present."""
     n, memory, described, counted = len(ids), words32.ctypes.data, regions.ctypes.data, counters.ctypes.data
+    grouped = extents.ctypes.data if extents.shape[0] else 0
     for i in range(n):
         if i + AHEAD < n:
             fetch_ahead(described, ids[i + AHEAD])
         present[i] = False
         hashed = mix(ids[i])
-        about = region(described, bucket(hashed))
+        which = bucket(hashed)
+        about = region(described, which)
         if load(about + 8 * SIZE):
             at = seek(about, hashed, ids[i])
             value = load(at + 8)
             if value != EMPTY:
                 present[i] = True
                 if value >= 0:
-                    free_slot(value, counted, memory, words)
+                    free_slot(value, counted, extent_of(grouped, which), memory, words)
                 close_gap(about, at)
 
 

@@ -187,8 +187,9 @@ class Table:
 
     def _claim(self, ids: Int64s, slots: Int64s, admission: NDArray[np.float64]) -> None:
         index, arena, done = self._index, self._arena, 0
+        place = arena.counters, arena.extents, arena.words32
         while True:
-            done = claims.claim(ids, done, index.regions, arena.counters, arena.words32, self._shape, admission, slots)
+            done = claims.claim(ids, done, index.regions, *place, self._shape, admission, slots)
             if done == len(ids):
                 return
             try:
@@ -246,7 +247,8 @@ class Table:
     def _release(self, ids: Int64s) -> Int64s:
         """Remove ids and return those that were present; removals from buckets with a snapshot are recorded."""
         arena, present = self._arena, np.empty(len(ids), np.bool_)
-        claims.release(ids, self._index.regions, arena.counters, arena.words32, self.words, present)
+        place = arena.counters, arena.extents, arena.words32
+        claims.release(ids, self._index.regions, *place, self.words, present)
         removed = ids[present]
         if self._removed and len(removed):
             where = bucket_of(removed, BUCKETS)
@@ -279,6 +281,7 @@ class Table:
     def _expire(self, which: int, oldest: int) -> int:
         with self._lock:
             ids, values = self._index.pairs(which)
+            self._arena.fetch(values)
             before = len(self)
             self._release(ids[self._meta(values, 1).astype(np.int64) < oldest])
             self._index.shrink(which)
@@ -304,6 +307,7 @@ class Table:
         with self._lock:
             ids, values = self._index.pairs(bucket)
             removed = self._removed_since_clean(bucket, ids) if changed_only else _NO_IDS
+            self._arena.fetch(values)
             if changed_only:
                 changed = self._meta(values, 0) >= CHANGED
                 ids, values = ids[changed], values[changed]
