@@ -32,10 +32,10 @@ WORDS = ["workclass", "education", "marital_status", "occupation", "relationship
 
 
 class WideDeep(nn.Module):
-    def __init__(self, dim: int = 8) -> None:
+    def __init__(self, dim: int = 8, dtype: str = "float32") -> None:
         super().__init__()
-        self.wide = SparseEmbedding(1, optimizer=Ftrl(lr=0.1), initializer=0.0, combiner="sum")
-        self.deep = SparseEmbedding(dim, optimizer=Adagrad(lr=0.05))
+        self.wide = SparseEmbedding(1, optimizer=Ftrl(lr=0.1), initializer=0.0, combiner="sum", dtype=dtype)
+        self.deep = SparseEmbedding(dim, optimizer=Adagrad(lr=0.05), dtype=dtype)
         self.net = nn.Sequential(
             nn.Linear(len(NUMBERS) + len(WORDS) * dim, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1)
         )
@@ -69,12 +69,13 @@ def people(kind: str) -> CtrFiles:
 def main() -> None:
     ask = argparse.ArgumentParser()
     ask.add_argument("--mode", default="sync", choices=["collective", "sync", "async", "bounded", "geo", "hybrid"])
+    ask.add_argument("--dtype", default="float32", choices=["float32", "bf16", "int8"])
     ask.add_argument("--epochs", type=int, default=3)
     ask.add_argument("--seed", type=int, default=0)
     asked = ask.parse_args()
 
     echelon.init(seed=asked.seed)
-    model = WideDeep()
+    model = WideDeep(dtype=asked.dtype)
     engine = echelon.distribute(
         model,
         loss=F.binary_cross_entropy_with_logits,
@@ -93,7 +94,7 @@ def main() -> None:
         judged = [(model(ids, numbers), labels) for ids, numbers, labels in Loader(people("test"), batch_size=4096)]
     scores, labels = (torch.cat(parts) for parts in zip(*judged, strict=True))
     if echelon.is_first_worker():
-        print(f"{asked.mode}: AUC {auc(scores, labels):.4f} on {len(labels):,} people")
+        print(f"{asked.mode}: AUC {auc(scores, labels):.5f} on {len(labels):,} people")
     engine.close()
 
 

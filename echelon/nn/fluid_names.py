@@ -8,7 +8,7 @@ from typing import Any
 from echelon.base.errors import UsageError, nearest
 
 _SAME = {"padding_idx": "padding_id", "num_embeddings": "capacity", "embedding_dim": "dim"}
-_FLUID = ("size", "is_sparse", "is_distributed", "param_attr", "dtype")
+_FLUID = ("size", "is_sparse", "is_distributed", "param_attr")
 _CALL = "SparseEmbedding(width, capacity=dict_size)"
 
 
@@ -27,8 +27,6 @@ def in_our_names(given: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
             ours |= _from_size(value)
         elif name in ("is_sparse", "is_distributed"):
             _check_sparse(name, value)
-        elif name == "dtype":
-            _check_dtype(value)
         elif name == "param_attr":
             ours |= _from_attributes(value)
         else:
@@ -51,11 +49,6 @@ def _check_sparse(name: str, value: Any) -> None:
             f"SparseEmbedding({name}={value!r}): its rows are always sparse and on the servers; leave it out, or take "
             "torch.nn.Embedding for a dense table in every process"
         )
-
-
-def _check_dtype(value: Any) -> None:
-    if value is not None and str(value).rpartition(".")[2] not in ("float32", "float"):
-        raise UsageError(f"SparseEmbedding(dtype={value!r}): rows are float32; leave it out, or give 'float32'")
 
 
 def _from_attributes(attributes: Any) -> dict[str, Any]:

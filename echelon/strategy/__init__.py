@@ -18,6 +18,7 @@ from echelon.strategy.parts import (
     Reduction,
     Shard,
 )
+from echelon.strategy.show_click_score import ShowClickScore
 from echelon.strategy.strategy import Strategy
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "Recompute",
     "Reduction",
     "Shard",
+    "ShowClickScore",
     "Strategy",
 ]

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.parameter_server.persistence.table_export import TableExport, export_checkpoint, write_table
+from echelon.parameter_server.protocol.job_spec import TableSpec
 from echelon.parameter_server.table import BucketRows
 
 
@@ -144,10 +145,10 @@ def test_failed_export_leaves_no_file_and_keeps_the_old_one(tmp_path, ending):
         raise CheckpointError("the rest is damaged")
 
     out = tmp_path / f"t.{ending}"
-    write_table(TableExport("t", 3, [BucketRows(np.array([7]), np.zeros((1, 5), np.uint32))]), out)
+    write_table(TableExport(TableSpec(name="t", dim=3), [BucketRows(np.array([7]), np.zeros((1, 5), np.uint32))]), out)
     before = out.read_bytes()
     with pytest.raises(CheckpointError, match="the rest is damaged"):
-        write_table(TableExport("t", 3, broken()), out)
+        write_table(TableExport(TableSpec(name="t", dim=3), broken()), out)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     assert out.read_bytes() == before
 
@@ -155,5 +156,5 @@ def test_failed_export_leaves_no_file_and_keeps_the_old_one(tmp_path, ending):
 @pytest.mark.parametrize("ending", ["parquet", "safetensors"])
 def test_an_empty_table_is_a_file_without_rows(tmp_path, ending):
     out = tmp_path / f"t.{ending}"
-    assert write_table(TableExport("t", 3, []), out) == 0
+    assert write_table(TableExport(TableSpec(name="t", dim=3), []), out) == 0
     assert read(out) == ({}, set())

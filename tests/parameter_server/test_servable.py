@@ -35,7 +35,7 @@ class Model(nn.Module):
         super().__init__()
         self.ids = SparseEmbedding(4, optimizer="adam", name="ids")
         self.again = SparseEmbedding(4, optimizer="adam", name="ids")
-        self.bags = SparseEmbedding(3, combiner="mean", padding_id=0)
+        self.bags = SparseEmbedding(3, combiner="mean", padding_id=0, dtype="int8")
         self.net = nn.Sequential(nn.Linear(21, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from kept_shard import PARAMETERS, ask, make_job, numbers_of, opened, push, state_of, trained
 
 from echelon.base.errors import CheckpointError
@@ -261,6 +262,26 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path):
     answer = wider.handle(_frame(tmp_path / "ckpt"))
     assert "holds table 'a' with dim 3, Adam and 6 floats of state" in answer.head["error"]
     wider.close()
+
+
+def test_checkpoint_of_another_dtype_is_rounded_and_said(tmp_path, capfd):
+    shard = opened(job_of(1), directory=tmp_path / "a")
+    for number in range(4):
+        push(shard, number)
+    save([shard], tmp_path / "ckpt")
+    narrow = job_of(1).to_json()
+    narrow["tables"][1]["dtype"] = "bf16"
+    other = opened(job_from_json(narrow), directory=tmp_path / "b")
+    ask(other, {"op": "load", "worker": 0, "path": str(tmp_path / "ckpt")})
+    said = capfd.readouterr().err
+    assert "table 'b': the checkpoint's float32 weights are loaded as bf16, rounded to the nearest" in said
+    assert "table 'a'" not in said
+    ids = np.concatenate([ids for ids, _ in shard.tables["b"].items()])
+    exact, found = (each.tables["b"].pull_state(ids) for each in (shard, other))
+    np.testing.assert_array_equal(found[:, :2], torch.from_numpy(exact[:, :2]).bfloat16().float().numpy())
+    np.testing.assert_array_equal(found[:, 2:], exact[:, 2:])
+    for each in (shard, other):
+        each.close()
 
 
 def test_the_highest_complete_step_below_a_directory_is_found(tmp_path):

@@ -205,6 +205,7 @@ def test_fluid_and_torch_spellings_are_understood() -> None:
     names = {"is_sparse": True, "is_distributed": True, "dtype": "float32", "param_attr": "words", "padding_idx": -1}
     fluid = SparseEmbedding(size=[200, 16], **names)
     assert (fluid.dim, fluid.spec.capacity, fluid.spec.name, fluid.padding_id) == (16, 200, "words", 199)
+    assert [SparseEmbedding(2, dtype=kind).spec.dtype for kind in (torch.bfloat16, "int8")] == ["bf16", "int8"]
     torchs = SparseEmbedding(num_embeddings=200, embedding_dim=16, padding_idx=3)
     assert (torchs.dim, torchs.spec.capacity, torchs.padding_id) == (16, 200, 3)
 
@@ -214,7 +215,7 @@ def test_fluid_and_torch_spellings_are_understood() -> None:
     [
         ({"size": 16}, "size=16): expected [dict_size, width]"),
         ({"size": [200, 16], "is_sparse": False}, "take torch.nn.Embedding"),
-        ({"dim": 16, "dtype": torch.float16}, "rows are float32"),
+        ({"dim": 16, "dtype": torch.float16}, "expected 'float32', 'bf16' or 'int8'"),
         ({"dim": 16, "param_attr": object()}, "only its name is used"),
         ({"dim": 16, "combinr": "sum"}, "did you mean 'combiner'?"),
         ({"size": [200, 16], "capacity": 7}, "say it once"),

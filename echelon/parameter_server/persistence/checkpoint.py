@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.base.console import say
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.directory import sync_directory
 from echelon.checkpoint.os_errors import cannot_write
@@ -28,7 +29,7 @@ from echelon.parameter_server.persistence.restore import RestorableShard, put_ro
 from echelon.parameter_server.persistence.snapshot import Held, SnapshotFile, write
 from echelon.parameter_server.protocol.job_spec import DenseBlock, JobSpec, TableSpec, job_from_json
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.table import BucketRows
+from echelon.parameter_server.table import BucketRows, converted
 from echelon.strategy.sparse_update_rules import state_width
 
 _MARKER = re.compile(r"server-(\d{1,6})-of-(\d{1,6})\.json")
@@ -168,7 +169,9 @@ def check(shard: RestorableShard, saved: ServerCheckpoint) -> None:
 
 
 def _shape(spec: TableSpec) -> str:
-    return f"dim {spec.dim}, {type(spec.rule).__name__} and {state_width(spec.rule, spec.dim)} floats of state a row"
+    counts = " and shows and clicks" if spec.score is not None else ""
+    state = f"{state_width(spec.rule, spec.dim)} floats of state{counts} a row"
+    return f"dim {spec.dim}, {type(spec.rule).__name__} and {state}"
 
 
 def load_into(shard: RestorableShard, path: str | os.PathLike[str]) -> int:
@@ -185,10 +188,15 @@ def fill(shard: RestorableShard, saved: ServerCheckpoint) -> None:
     """Replace a shard's state by its part of a checkpoint, bucket by bucket. The caller holds the shard's lock."""
     dense = saved.dense(shard.dense.blocks)  # may raise, so it comes before anything is dropped
     shard.forget()
+    specs = {spec.name: spec for spec in saved.jobs[0].tables}
     for name, table in shard.tables.items():
+        was, now = specs[name], table.spec
+        if was.dtype != now.dtype and not shard.server:
+            rounded = "" if now.dtype == "float32" else ", rounded to the nearest"
+            say(f"table '{name}': the checkpoint's {was.dtype} weights are loaded as {now.dtype}{rounded}")
         for bucket in table.buckets:
             if (rows := saved.bucket(name, bucket)) is not None:
-                put_rows(table, name, bucket, rows, saved.path)
+                put_rows(table, name, bucket, rows._replace(records=converted(rows.records, was, now)), saved.path)
     shard.dense.from_arrays(dense)
     shard.load_facts(saved.facts())
 

@@ -338,6 +338,6 @@ class ShardPersistence:
                 chain = self._manifest.opened(self._directory, stack, since)
             servers = self._shard.job.servers
             out = path if servers == 1 else path / f"part-{self._shard.server}-of-{servers}.{format}"
-            dim = self._shard.tables[table].dim
-            made = TableExport(table, dim, merge_delta_chain(chain, table), delta=since is not None, version=number)
+            spec = self._shard.tables[table].spec
+            made = TableExport(spec, merge_delta_chain(chain, table), delta=since is not None, version=number)
             return write_table(made, out, format), number

@@ -24,7 +24,8 @@ from echelon.checkpoint.os_errors import cannot_write
 from echelon.checkpoint.tensorfile import TensorSlot, header_of
 from echelon.parameter_server.persistence.checkpoint import ServerCheckpoint, locate
 from echelon.parameter_server.persistence.snapshot import SnapshotFile, merge_delta_rows
-from echelon.parameter_server.table import BucketRows
+from echelon.parameter_server.protocol.job_spec import TableSpec
+from echelon.parameter_server.table import BucketRows, weights_of
 from echelon.parameter_server.table.records import META, WAITING
 
 #: A Parquet row group is written at this many rows, or at this many bytes of weights.
@@ -37,11 +38,18 @@ _HEADER = 1024
 class TableExport:
     """Rows for a file, one bucket at a time; with ``delta`` the file includes the removed ids."""
 
-    name: str
-    dim: int
+    spec: TableSpec
     buckets: Iterable[BucketRows]
     delta: bool = False
     version: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def dim(self) -> int:
+        return self.spec.dim
 
 
 def write_table(table: TableExport, out: Path, format: str | None = None) -> int:
@@ -68,8 +76,8 @@ def export_checkpoint(
     """Write a table of a checkpoint to a file, without servers; ``table`` may be omitted if there is only one."""
     with ServerCheckpoint(locate(checkpoint)) as saved:
         name = _chosen(table, saved.tables(), saved.path)
-        dim = next(spec.dim for spec in saved.jobs[0].tables if spec.name == name)
-        return write_table(TableExport(name, dim, saved.buckets(name), version=saved.step), Path(out), format)
+        spec = next(spec for spec in saved.jobs[0].tables if spec.name == name)
+        return write_table(TableExport(spec, saved.buckets(name), version=saved.step), Path(out), format)
 
 
 def merge_delta_chain(files: list[SnapshotFile], table: str) -> Iterator[BucketRows]:
@@ -95,11 +103,10 @@ def _chosen(table: str | None, known: list[str], path: Path) -> str:
     raise UsageError(f"{path} has no table '{table}'{nearest(table, known)}")
 
 
-def _values(rows: BucketRows, dim: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _values(rows: BucketRows, spec: TableSpec) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return the ids and weights of the rows that exist."""
     there = (rows.records[:, -META] & np.uint32(WAITING)) == 0
-    weights: NDArray[np.float32] = np.ascontiguousarray(rows.records[there, :dim]).view(np.float32)
-    return rows.ids[there], weights
+    return rows.ids[there], np.ascontiguousarray(weights_of(rows.records[there], spec))
 
 
 # ---- Parquet ----
@@ -125,7 +132,7 @@ def _write_parquet(table: TableExport, path: Path) -> int:
 def _batch(rows: BucketRows, table: TableExport, schema: Any) -> Any:
     import pyarrow as pa
 
-    ids, weights = _values(rows, table.dim)
+    ids, weights = _values(rows, table.spec)
     removed = rows.removed if table.delta else rows.removed[:0]
     mask = np.arange(len(ids) + len(removed)) >= len(ids)
     flat = np.concatenate([weights.reshape(-1), np.zeros(len(removed) * table.dim, np.float32)])
@@ -154,7 +161,7 @@ def _write_safetensors(table: TableExport, path: Path) -> int:
         out.write(b" " * _HEADER)
         counts = dict.fromkeys(beside, 0)
         for rows in table.buckets:
-            ids, weights = _values(rows, table.dim)
+            ids, weights = _values(rows, table.spec)
             out.write(weights.data)
             for name, values in (("ids", ids), ("removed", rows.removed)):
                 beside[name].write(np.ascontiguousarray(values).data)

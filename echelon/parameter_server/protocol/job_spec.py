@@ -10,12 +10,17 @@ import json
 from typing import Any, Literal
 
 from echelon.base.config import build, require, strict
+from echelon.strategy.show_click_score import ShowClickScore
 from echelon.strategy.sparse_update_rules import NAMED, Rule
 
 Mode = Literal["sync", "async", "bounded", "geo"]
+#: Formats in which the weights of rows are kept.
+RowDtype = Literal["float32", "bf16", "int8"]
 
 #: Virtual buckets of every table: the units that move between servers when the number of servers changes.
 BUCKETS = 1024
+#: Counts of a row of a table with a score: its shows and its clicks.
+EVENTS = 2
 #: Number of a worker's own states (blobs) that are kept. In async mode a worker sends a push before its last one is
 #: answered, so the servers may be two pushes apart when it is killed, and it resumes from the earliest.
 BLOBS = 3
@@ -46,7 +51,9 @@ class TableSpec:
     admit_probability:   probability, at each such push, that the row is created; default 1
     expire_passes:       passes over the data without a push after which a row is removed; None (default): never
     expire_seconds:      seconds without a push after which a row is removed; None (default): never
+    score:               count shows and clicks of each row, and remove rows whose score is low; None (default): do not
     disk:                keep rows in a memory-mapped file, so that cold rows can leave memory; default False
+    dtype:               format in which weights are kept: "float32" (default), "bf16" or "int8"
     """
 
     name: str
@@ -60,7 +67,14 @@ class TableSpec:
     admit_probability: float = 1.0
     expire_passes: int | None = None
     expire_seconds: float | None = None
+    score: ShowClickScore | None = None
     disk: bool = False
+    dtype: RowDtype = "float32"
+
+    @property
+    def push_width(self) -> int:
+        """Number of floats of a row in a push: its gradient, then its shows and clicks if they are counted."""
+        return self.dim + (EVENTS if self.score is not None else 0)
 
     def __post_init__(self) -> None:
         require(1 <= self.dim <= 65536, self, "dim", "between 1 and 65536")
@@ -69,6 +83,8 @@ class TableSpec:
         require(0 < self.admit_probability <= 1, self, "admit_probability", "a probability above 0")
         require(self.expire_passes is None or self.expire_passes >= 1, self, "expire_passes", "1 or more")
         require(self.expire_seconds is None or self.expire_seconds > 0, self, "expire_seconds", "above 0")
+        by_pass = self.score is None or self.expire_seconds is None
+        require(by_pass, self, "expire_seconds", "None beside score, which counts passes; set expire_passes")
 
 
 @strict

@@ -29,7 +29,7 @@ class RecordedIds:
         self.dims, self.stand_in = dims, stand_in
         self.calls: list[tuple[str, Tensor]] = []
 
-    def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.calls.append((table, ids))
         return self.stand_in.expand(1, self.dims[table]), torch.zeros_like(ids).reshape(-1)
 
@@ -40,7 +40,7 @@ class GivenRows:
     def __init__(self, rows: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
         self._answers = iter(list(zip(rows, indices, strict=True)))
 
-    def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows, index = next(self._answers)
         return rows, index.reshape(-1)
 

@@ -76,7 +76,7 @@ def _write_tables(saved: ServerCheckpoint, aside: Path, form: str, on_servers: b
     for number, spec in enumerate(saved.jobs[0].tables):
         name = "" if on_servers else f"rows-{number}.{form}"
         if name:
-            write_table(TableExport(spec.name, spec.dim, saved.buckets(spec.name), version=saved.step), aside / name)
+            write_table(TableExport(spec, saved.buckets(spec.name), version=saved.step), aside / name)
         tables.append(ServedTable.of(spec, name))
     return tuple(tables)
 

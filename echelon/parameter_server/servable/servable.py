@@ -268,7 +268,7 @@ class _DirectLookup:
     def __init__(self, rows: RowReader) -> None:
         self._rows = rows
 
-    def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows, indices = _look_up(self._rows, [table], [ids])
         return GivenRows(rows, indices).lookup(table, ids)
 

@@ -24,7 +24,7 @@ from echelon.checkpoint.directory import remove_tree
 from echelon.checkpoint.directory_swap import staging_path, swap_in
 from echelon.checkpoint.os_errors import cannot_read, cannot_write, open_regular
 from echelon.checkpoint.tensorfile import write_whole
-from echelon.parameter_server.protocol.job_spec import Initializer, TableSpec
+from echelon.parameter_server.protocol.job_spec import Initializer, RowDtype, TableSpec
 from echelon.strategy.sparse_update_rules import Sgd
 
 HEAD, LOOKUPS, DENSE, WEIGHTS = "servable.json", "lookups.pt2", "dense.pt2", "dense.safetensors"
@@ -44,7 +44,8 @@ class ServedInput:
 class ServedTable:
     """A table of a servable: what gives the rows of unknown ids, and the file or directory of the known ones.
 
-    rows: name in the servable's directory; "" if servers hold the rows
+    rows:  name in the servable's directory; "" if servers hold the rows
+    dtype: format in which a reader keeps the weights in memory, without a further rounding
     """
 
     name: str
@@ -52,15 +53,20 @@ class ServedTable:
     seed: int
     initializer: Initializer
     rows: str = ""
+    dtype: RowDtype = "float32"
 
     @classmethod
     def of(cls, spec: TableSpec, rows: str = "") -> ServedTable:
-        return cls(name=spec.name, dim=spec.dim, seed=spec.seed, initializer=spec.initializer, rows=rows)
+        return cls(
+            name=spec.name, dim=spec.dim, seed=spec.seed, initializer=spec.initializer, rows=rows, dtype=spec.dtype
+        )
 
     @property
     def spec(self) -> TableSpec:
         """The table without what only training needs: optimizer state, admission, capacity, expiry."""
-        return TableSpec(name=self.name, dim=self.dim, seed=self.seed, initializer=self.initializer, rule=Sgd())
+        return TableSpec(
+            name=self.name, dim=self.dim, seed=self.seed, initializer=self.initializer, rule=Sgd(), dtype=self.dtype
+        )
 
 
 @strict

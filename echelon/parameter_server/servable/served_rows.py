@@ -21,7 +21,7 @@ from echelon.checkpoint.os_errors import cannot_read
 from echelon.parameter_server.protocol.hashing import bucket_of
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec
 from echelon.parameter_server.servable.servable_head import ServedTable
-from echelon.parameter_server.table import BucketRows, Table
+from echelon.parameter_server.table import BucketRows, Table, records_of
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -145,8 +145,7 @@ def put_weights(table: Table, ids: Ids, weights: Floats) -> None:
         return
     where = bucket_of(ids, BUCKETS)
     order = np.argsort(where, kind="stable")
-    records = np.zeros((len(ids), table.words), np.uint32)
-    records[:, : table.dim] = np.ascontiguousarray(weights[order]).view(np.uint32)
+    records = records_of(np.ascontiguousarray(weights[order]), table.spec)
     buckets, begins = np.unique(where[order], return_index=True)
     sorted_ids = ids[order]
     ends = [*begins[1:], len(ids)]

@@ -1,7 +1,8 @@
 """Kernels that initialize, read, mark and copy the records of given slots.
 
-A record is weights | state | count and flags | last seen. ``slots`` come from the index: a negative slot means that the
-id has no row; NEW marks a row that this push created and whose record is not initialized yet.
+A record is weights | state | shows and clicks, if they are counted | count and flags | last seen. ``slots`` come from
+the index: a negative slot means that the id has no row; NEW marks a row that this push created and whose record is not
+initialized yet.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Words = NDArray[np.uint32]
 
 #: Indices of the description of a record and of a push.
 DIM, STATE, WORDS, SEED, NOW = 0, 1, 2, 3, 4
-#: Words after the state.
+#: Words of the count and the last-seen time, at the end of a record.
 META = 2
 #: Marks the slot of a row that this push created.
 NEW = 1 << 62

@@ -16,15 +16,27 @@ from numpy.typing import NDArray
 
 from echelon.base.errors import EchelonError, MismatchError, UsageError
 from echelon.parameter_server.protocol.hashing import bucket_of
-from echelon.parameter_server.protocol.job_spec import BUCKETS, TableSpec
-from echelon.parameter_server.table import claims, initial, records
+from echelon.parameter_server.protocol.job_spec import BUCKETS, EVENTS, TableSpec
+from echelon.parameter_server.table import claims, records
 from echelon.parameter_server.table.arena import ROWS, STUCK, Arena
 from echelon.parameter_server.table.compiled import readable
 from echelon.parameter_server.table.eviction import OLDEST, RAREST, select_evictions
-from echelon.parameter_server.table.index import USED, BucketIndex, Int64s, find
-from echelon.parameter_server.table.records import CHANGED, COUNT, META, NEW, NOW, PINNED, SLOT, WAITING
+from echelon.parameter_server.table.index import EMPTY, USED, BucketIndex, Int64s, find
+from echelon.parameter_server.table.record_format import record_format
+from echelon.parameter_server.table.records import (
+    CHANGED,
+    COUNT,
+    DIM,
+    NEW,
+    NOW,
+    PINNED,
+    SLOT,
+    STATE,
+    WAITING,
+    WORDS,
+)
+from echelon.parameter_server.table.show_click import count_events, decay_powers, read_events, scores_of
 from echelon.parameter_server.table.updates import settings_of, update_of
-from echelon.strategy.sparse_update_rules import state_width
 
 Float32s = NDArray[np.float32]
 
@@ -65,17 +77,15 @@ class Table:
         if spec.expire_passes is not None and spec.expire_seconds is not None:
             raise UsageError(f"table '{spec.name}': rows expire by passes or by seconds, not both; set one of the two")
         self.spec, self.buckets = spec, buckets
-        self.dim, self.state = spec.dim, state_width(spec.rule, spec.dim)
-        self.words = self.dim + self.state + META
+        self._format = record_format(spec)
+        self._shape = self._format.shape
+        self.dim, self.state, self.words = (int(self._shape[at]) for at in (DIM, STATE, WORDS))
         self.capacity = capacity if capacity is not None else spec.capacity
         self.step = 0
         self.passes = 0
         self._lock = threading.Lock()
         self._index = BucketIndex(buckets)
         self._arena = Arena(self.words, directory if spec.disk else None)
-        seed = np.array([spec.seed % 2**64], np.uint64).view(np.int64)[0]
-        self._shape = np.array([self.dim, self.state, self.words, seed, 0], np.int64)
-        self._first = initial.described(spec.initializer, spec.rule, spec.dim)
         self._admission = np.array([spec.admit_after, spec.admit_probability], np.float64)
         self._removed: dict[int, list[Int64s]] = {}  #: since the last snapshot, for buckets that have one
         self._update = update_of(spec.rule)
@@ -106,7 +116,7 @@ class Table:
         out = np.empty((len(ids), width), np.float32) if out is None else out
         with self._lock:
             slots = self._found(ids)
-            records.gather(ids, slots, self._arena.floats, self._shape, self._first, width, out)
+            self._format.gather(ids, slots, self._arena, width, out)
         return out
 
     def _found(self, ids: Int64s) -> Int64s:
@@ -125,11 +135,14 @@ class Table:
 
     # writing
 
-    def push(self, ids: Int64s, grads: Float32s, *, lr: float | None = None, now: int = 0) -> Int64s:
+    def push(
+        self, ids: Int64s, grads: Float32s, *, lr: float | None = None, now: int = 0, events: Float32s | None = None
+    ) -> Int64s:
         """Apply the rule to the rows of ``ids``, which must be distinct, and return the ids that were evicted for them.
 
-        lr:   learning rate; default: the rule's own
-        now:  Unix time in seconds, for a table whose rows expire by time
+        lr:      learning rate; default: the rule's own
+        now:     Unix time in seconds, for a table whose rows expire by time
+        events:  shows and clicks of each id, [n, 2], for a table with a score; default: none
         """
         ids, grads = self._checked(ids, grads, self.dim)
         with self._lock:
@@ -137,8 +150,22 @@ class Table:
             evicted = self._make_room(ids)
             slots = self._claimed(ids, now)
             self.step += 1
-            self._update(slots, grads, self._arena.floats, self._shape, settings)
+            self._count(slots, events)
+            rule = self._update
+            self._format.change(
+                ids,
+                slots,
+                grads,
+                self._arena,
+                lambda slots, grads, rows, shape: rule(slots, grads, rows, shape, settings),
+            )
         return evicted
+
+    def _count(self, slots: Int64s, events: Float32s | None) -> None:
+        """Add shows and clicks to the rows of a push, whose last-seen time is still that of the push before."""
+        if self.spec.score is not None:
+            events = np.zeros((len(slots), EVENTS), np.float32) if events is None else readable(events, np.float32)
+            count_events(slots, events, self._arena.words32, self._shape, decay_powers(self.spec.score, self.passes))
 
     def add(self, ids: Int64s, deltas: Float32s, *, now: int = 0) -> Int64s:
         """Add ``deltas`` [n, dim + state] to weights and state of the distinct ``ids``; return the evicted ids."""
@@ -147,7 +174,8 @@ class Table:
             evicted = self._make_room(ids)
             slots = self._claimed(ids, now)
             self.step += 1
-            records.add(slots, deltas, self._arena.floats, self._shape)
+            self._count(slots, None)
+            self._format.change(ids, slots, deltas, self._arena, records.add)
         return evicted
 
     def make_room(self, ids: Int64s) -> Int64s:
@@ -173,7 +201,7 @@ class Table:
 
     def _seen(self, now: int) -> int:
         """Return the current last-seen time: in passes or seconds if rows expire by them, else in updates."""
-        if self.spec.expire_passes is not None:
+        if self.spec.expire_passes is not None or self.spec.score is not None:
             return self.passes
         return int(now) if self.spec.expire_seconds is not None else self.step + 1
 
@@ -182,7 +210,7 @@ class Table:
         slots, before = np.empty(len(ids), np.int64), len(self)
         self._claim(ids, slots, self._admission)
         if len(self) > before:
-            records.begin_new(ids, slots, self._arena.floats, self._shape, self._first)
+            self._format.begin_new(ids, slots, self._arena)
         return slots
 
     def _claim(self, ids: Int64s, slots: Int64s, admission: NDArray[np.float64]) -> None:
@@ -266,9 +294,12 @@ class Table:
             return self.passes
 
     def expire(self, now: int, buckets: Iterable[int] | None = None) -> int:
-        """Remove rows without a push in ``expire_passes`` whole passes or ``expire_seconds``; return their number."""
+        """Remove rows without a push in ``expire_passes`` whole passes or ``expire_seconds``, or with a low score.
+
+        The result is the number of removed rows.
+        """
         oldest = self._oldest(now)
-        if oldest is None:
+        if oldest is None and self.spec.score is None:
             return 0
         return sum(self._expire(which, oldest) for which in (self.buckets if buckets is None else buckets))
 
@@ -278,14 +309,35 @@ class Table:
             return self.passes - self.spec.expire_passes
         return None if self.spec.expire_seconds is None else int(np.ceil(now - self.spec.expire_seconds))
 
-    def _expire(self, which: int, oldest: int) -> int:
+    def _expire(self, which: int, oldest: int | None) -> int:
         with self._lock:
             ids, values = self._index.pairs(which)
+            before, gone = len(self), np.zeros(len(ids), np.bool_)
             self._arena.fetch(values)
-            before = len(self)
-            self._release(ids[self._meta(values, 1).astype(np.int64) < oldest])
+            if oldest is not None:
+                gone |= self._meta(values, 1).astype(np.int64) < oldest
+            if self.spec.score is not None:
+                gone |= scores_of(self.spec.score, self._events(values)) < np.float32(self.spec.score.threshold)
+            self._release(ids[gone])
             self._index.shrink(which)
             return before - len(self)
+
+    def events(self, ids: Int64s) -> Float32s:
+        """Return the shows and clicks of each id as they are now, [n, 2]; an id without a row has none."""
+        with self._lock:
+            return self._events(self._found(readable(ids, np.int64)))
+
+    def _events(self, values: Int64s) -> Float32s:
+        """Return the shows and clicks of index values; of an id that waits for admission each push is a show."""
+        assert self.spec.score is not None
+        powers, out = decay_powers(self.spec.score, self.passes), np.zeros((len(values), EVENTS), np.float32)
+        self._shape[NOW] = self.passes
+        read_events(values, self._arena.words32, self._shape, powers, out)
+        waits = values < EMPTY
+        if waits.any():
+            counts, seen, _ = claims.waited(values[waits])
+            out[waits, 0] = counts * powers[np.maximum(self.passes - seen.astype(np.int64), 0)]
+        return out
 
     def _meta(self, values: Int64s, word: int) -> NDArray[np.uint32]:
         """Return the count with its flags (0) or the last-seen time (1) of rows and of ids that wait for admission."""
@@ -390,5 +442,5 @@ class Table:
                 ids, slots = self._index.pairs(bucket)
                 ids, slots = ids[slots >= 0], slots[slots >= 0]
                 out = np.empty((len(ids), self.dim), np.float32)
-                records.gather(ids, slots, self._arena.floats, self._shape, self._first, self.dim, out)
+                self._format.gather(ids, slots, self._arena, self.dim, out)
             yield ids, out

@@ -439,5 +439,6 @@ class ParameterServerSession:
         for name, (spec, modules) in self._tables.items():
             rule = type(spec.rule).__name__.lower()
             shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""
-            yield f"table '{name}': {things(spec.dim, 'float')} a row, {rule}, on {where}{shared}"
+            kept = f" kept as {spec.dtype}" if spec.dtype != "float32" else ""
+            yield f"table '{name}': {things(spec.dim, 'float')} a row{kept}, {rule}, on {where}{shared}"
         yield from mode_lines(self.settings, self.role.endpoints, self.workers, self.dense)

@@ -13,16 +13,26 @@ from torch import Tensor, nn
 from echelon.base.errors import DataError, UsageError, nearest
 from echelon.nn.fluid_names import in_our_names
 from echelon.nn.packed import Packed
-from echelon.parameter_server.protocol.job_spec import Initializer, TableSpec
+from echelon.parameter_server.protocol.job_spec import Initializer, RowDtype, TableSpec
+from echelon.strategy.show_click_score import ShowClickScore
 from echelon.strategy.sparse_update_rules import NAMED, Rule
 
 Combiner = Literal["sum", "mean", "sqrtn"]
+#: Names of the formats of weights, also those of torch.
+_DTYPES: dict[str, RowDtype] = {
+    "float32": "float32", "float": "float32", "fp32": "float32",
+    "bf16": "bf16", "bfloat16": "bf16", "int8": "int8",
+}  # fmt: skip
 
 
 class RowSource(Protocol):
     """Interface of the source of rows."""
 
-    def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]: ...
+    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return rows, and the index of each id's row among them.
+
+        offsets: where the samples' bags begin, for tables that count shows and clicks
+        """
 
 
 class SparseEmbedding(nn.Module):
@@ -48,7 +58,10 @@ class SparseEmbedding(nn.Module):
     admit_probability: probability, at each such push, that the row is created; default 1
     expire_passes: passes over the data without a push after which a row is removed; default: never
     expire_seconds: seconds without a push after which a row is removed; default: never
+    score:       ``ShowClickScore`` (or "show_click" for its defaults) counts shows and clicks of each row, and removes
+                 rows with a low score at the end of a pass; default: does neither
     disk:        True keeps rows in a memory-mapped file, so that cold rows can leave memory; default False
+    dtype:       format in which weights are kept: "float32" (default), or "bf16" or "int8" with stochastic rounding
     other_names: Fluid's spelling (``size=[dict_size, width], is_sparse=True``) and torch's (``num_embeddings``)
 
     >>> embedding = echelon.nn.SparseEmbedding(16, name="users", combiner="mean")
@@ -69,7 +82,9 @@ class SparseEmbedding(nn.Module):
         admit_probability: float = 1.0,
         expire_passes: int | None = None,
         expire_seconds: float | None = None,
+        score: ShowClickScore | Literal["show_click"] | None = None,
         disk: bool = False,
+        dtype: str | torch.dtype | None = None,
         **other_names: Any,
     ) -> None:
         super().__init__()
@@ -101,7 +116,9 @@ class SparseEmbedding(nn.Module):
             admit_probability=admit_probability,
             expire_passes=expire_passes,
             expire_seconds=expire_seconds,
+            score=ShowClickScore() if score == "show_click" else score,
             disk=disk,
+            dtype=_dtype(dtype),
         )
         self.lr = self._spec.rule.lr  #: learning rate of the next update; a schedule may change it
         self._store: Callable[[], RowSource | None] = _nowhere
@@ -135,7 +152,10 @@ class SparseEmbedding(nn.Module):
             )
         if self.combiner is None and (weights is not None or offsets is not None):
             raise UsageError("weights and offsets are for bags; give SparseEmbedding a combiner ('sum', 'mean', ...)")
-        rows, inverse = store.lookup(self._table, ids)
+        if offsets is None or self._spec.score is None:
+            rows, inverse = store.lookup(self._table, ids)
+        else:
+            rows, inverse = store.lookup(self._table, ids, offsets)
         if self.combiner is None:
             found = _rows_at(rows, inverse).view(*ids.shape, self.dim)
             return found if self.padding_id is None else found * (ids != self.padding_id).unsqueeze(-1)
@@ -233,6 +253,15 @@ def _rule(given: Rule | str) -> Rule:
     if given not in NAMED:
         raise UsageError(f"SparseEmbedding has no optimizer '{given}'{nearest(given, NAMED)}")
     return NAMED[given]
+
+
+def _dtype(given: str | torch.dtype | None) -> RowDtype:
+    name = "float32" if given is None else str(given).rpartition(".")[2]
+    if name not in _DTYPES:
+        raise UsageError(
+            f"SparseEmbedding(dtype={given!r}): expected 'float32', 'bf16' or 'int8'{nearest(name, _DTYPES)}"
+        )
+    return _DTYPES[name]
 
 
 def _initializer(given: Initializer | float | None) -> Initializer:

@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.nn import SparseEmbedding
+from echelon.parameter_server.protocol.job_spec import RowDtype
 from echelon.strategy.sparse_update_rules import NAMED
 from echelon.zoo.entry import Model, Request, Setting
 
@@ -27,6 +28,9 @@ def table_settings(dim: int, rate: float) -> tuple[Setting, ...]:
         Setting(name="embedding_dim", default=dim, meaning="numbers in the vector of an id"),
         Setting(name="embedding_optimizer", default="adagrad", meaning="the rule that moves vectors", kind=Rule),
         Setting(name="embedding_learning_rate", default=rate, meaning="of that rule"),
+        Setting(
+            name="embedding_dtype", default="float32", meaning="the format that vectors are kept in", kind=RowDtype
+        ),
     )
 
 
@@ -36,7 +40,8 @@ def table(request: Request, dim: int | None = None, **options: Any) -> SparseEmb
     if not rate > 0:
         raise UsageError(f"--embedding_learning_rate {rate}: must be above 0")
     rule = dataclasses.replace(NAMED[request["embedding_optimizer"]], lr=float(rate))
-    return SparseEmbedding(request["embedding_dim"] if dim is None else dim, optimizer=rule, **options)
+    dim = request["embedding_dim"] if dim is None else dim
+    return SparseEmbedding(dim, optimizer=rule, dtype=request.get("embedding_dtype", "float32"), **options)
 
 
 #: Columns of the models of single clicks.
