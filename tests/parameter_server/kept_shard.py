@@ -93,7 +93,7 @@ def push(shard, number):
     worker, seq = number % job.trainers, number // job.trainers
     ids, rows, counts = [], [np.zeros(0, np.float32)], {}
     for spec in job.tables:
-        width = shard.tables[spec.name].dim + (shard.tables[spec.name].state if job.mode == "geo" else 0)
+        width = spec.push_width + (shard.tables[spec.name].state if job.mode == "geo" else 0)
         own = chance.choice(IDS, size=BATCH, replace=False).astype(np.int64) - IDS // 2
         values = chance.standard_normal((BATCH, width)).astype(np.float32)
         here = np.isin(bucket_of(own, BUCKETS), owned_by(server, BUCKETS, job.servers))

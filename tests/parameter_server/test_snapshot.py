@@ -11,11 +11,23 @@ from echelon.base.errors import CheckpointError
 from echelon.parameter_server.persistence.restore import Manifest
 from echelon.parameter_server.persistence.snapshot import merge_delta_rows
 from echelon.parameter_server.table import BucketRows
+from echelon.strategy.show_click_score import ShowClickScore
+
+NARROW = {"dtype": "int8"}
+SCORED = {"dtype": "bf16", "score": ShowClickScore(threshold=0.2, decay=0.7)}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "bounded", "geo"])
-def test_a_restored_shard_equals_one_that_was_never_stopped(tmp_path, mode):
-    job = make_job(mode=mode, trainers=2)
+@pytest.mark.parametrize(
+    ("mode", "table"),
+    [
+        *((mode, {}) for mode in ("sync", "async", "bounded", "geo")),
+        ("geo", NARROW),
+        ("sync", SCORED),
+        ("async", SCORED),
+    ],
+)
+def test_a_restored_shard_equals_one_that_was_never_stopped(tmp_path, mode, table):
+    job = make_job(mode=mode, trainers=2, **table)
     shard = opened(job, directory=tmp_path)
     for number in range(61):
         push(shard, number)

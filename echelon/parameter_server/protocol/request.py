@@ -45,10 +45,12 @@ class ShardRequestSchema:
     buckets: range
     dense: DenseShard
     dims: dict[str, int] = field(init=False)
+    pushed: dict[str, int] = field(init=False)  # floats of a row in a push
     widths: dict[str, int] = field(init=False)  # floats of a record: weights and state
 
     def __post_init__(self) -> None:
         self.dims = {table.name: table.dim for table in self.job.tables}
+        self.pushed = {table.name: table.push_width for table in self.job.tables}
         self.widths = {table.name: table.dim + state_width(table.rule, table.dim) for table in self.job.tables}
 
 
@@ -113,7 +115,7 @@ def read_push(frame: WireMessage, layout: ShardRequestSchema) -> PushRequest:
     head, arrays = frame.head, _named(frame)
     counts = _counts(head, layout)
     kind = head.get("kind", "gradient")
-    widths = layout.widths if kind == "delta" else layout.dims
+    widths = layout.widths if kind == "delta" else layout.pushed
     groups = head.get("groups", [])
     check_settings(groups, len(layout.job.dense.groups))
     wanted = "delta" if layout.job.mode == "geo" else "gradient"

@@ -184,6 +184,10 @@ class SyncMode(UpdateMode):
     def _apply_table(self, name: str, taking: list[tuple[PushRequest, float]]) -> None:
         pushes = [push for push, _ in taking]
         ids, rows = merge([p.ids[name] for p in pushes], [p.rows[name] for p in pushes], [share for _, share in taking])
+        dim = self.store.tables[name].dim
+        if rows.shape[1] > dim:  # shows and clicks are counts, without weights
+            events = merge([p.ids[name] for p in pushes], [p.rows[name][:, dim:] for p in pushes], [1.0] * len(pushes))
+            rows[:, dim:] = events[1]
         rate = next((p.rates[name] for p in pushes if name in p.rates), None)
         limit = min((p.limits[name] for p in pushes if name in p.limits), default=None)
         self.store.update(name, ids, rows, rate, limit)
@@ -218,7 +222,10 @@ class AsyncMode(UpdateMode):
         for name, ids in push.ids.items():
             gradient = push.rows[name]
             if self.job.compensate and name in push.pulled_rows:
-                gradient = self._caught_up(gradient, self.store.tables[name].pull(ids), push.pulled_rows[name])
+                now, pulled = self.store.tables[name].pull(ids), push.pulled_rows[name]
+                events = gradient[:, now.shape[1] :]
+                gradient = self._caught_up(gradient[:, : now.shape[1]], now, pulled)
+                gradient = np.concatenate([gradient, events], 1) if events.size else gradient
             self.store.update(name, ids, gradient, push.rates.get(name), push.limits.get(name))
         if push.dense is not None:
             gradient = push.dense

@@ -87,10 +87,17 @@ class ServerStore:
         self.begun = True
 
     def update(self, name: str, ids: Ids, gradients: Floats, rate: float | None, limit: int | None = None) -> None:
-        """Apply one step of a table's rule. ``limit`` is the most rows that this server may hold."""
+        """Apply one step of a table's rule.
+
+        gradients:  with shows and clicks beside them, if the table counts them
+        limit:      most rows that this server may hold
+        """
         self._set_limit(name, limit)
         ids, gradients = self._above_floor(name, ids, gradients)
-        self._note_evicted(name, self.tables[name].push(ids, gradients, lr=rate, now=self.now))
+        table, events = self.tables[name], None
+        if table.spec.score is not None:
+            gradients, events = gradients[:, : table.dim], gradients[:, table.dim :]
+        self._note_evicted(name, table.push(ids, gradients, lr=rate, now=self.now, events=events))
         self._expire_by_time(name)
 
     def add(self, name: str, ids: Ids, changes: Floats, limit: int | None = None) -> None:
@@ -118,11 +125,11 @@ class ServerStore:
             self.tables[name].make_room(ids)
 
     def new_pass(self) -> None:
-        """End a pass over the data: remove the rows that expire by passes."""
+        """End a pass over the data: remove the rows that expire by passes or have a low score."""
         self.passes += 1
         for name, table in self.tables.items():
             table.new_pass()
-            if table.spec.expire_passes is not None:
+            if table.spec.expire_passes is not None or table.spec.score is not None:
                 self._expire(name)
 
     def _set_limit(self, name: str, limit: int | None) -> None:

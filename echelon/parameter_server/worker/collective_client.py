@@ -92,6 +92,7 @@ class CollectiveClient(client.ParameterServerClient):
         self._exchange, self._shard = exchange, shard
         self._names = [table.name for table in job.tables]
         self._dims = [table.dim for table in job.tables]
+        self._pushed_widths = [table.push_width for table in job.tables]
         self._numbers = np.zeros((3, len(self._names)), np.int64)
         self._nothing = [np.empty(0, np.int64)] * len(self._names)
         self._ahead: ExchangedPull | None = None
@@ -173,7 +174,7 @@ class CollectiveClient(client.ParameterServerClient):
         integers = 8 * int(counts.sum()), 8 * int(counts.sum() + later.sum())
         ids = self._split(message.content[: integers[0]].view(np.int64), counts)
         ahead = self._split(message.content[integers[0] : integers[1]].view(np.int64).copy(), later)
-        widths = counts * self._dims
+        widths = counts * self._pushed_widths
         rows = self._split(message.content[integers[1] :].view(np.float32), widths)
         used = [at for at in range(len(self._names)) if counts[at]]
         push = PushRequest(
@@ -182,7 +183,7 @@ class CollectiveClient(client.ParameterServerClient):
             weight=_number(message.head.weight),
             version=self._shard.version,
             ids={self._names[at]: ids[at] for at in used},
-            rows={self._names[at]: rows[at].reshape(-1, self._dims[at]) for at in used},
+            rows={self._names[at]: rows[at].reshape(-1, self._pushed_widths[at]) for at in used},
             rates={self._names[at]: _number(int(message.numbers[2, at])) for at in used},
             limits=self.occupancy.limits(self.worker),
         )

@@ -38,6 +38,12 @@ def make_job(
 
     optimizer:  optimizer of the dense parameters that servers hold; None if they hold none
     """
+    scored = next((table.name for table in tables if table.score is not None), None)
+    if settings.mode == "geo" and scored is not None:
+        raise UsageError(
+            f"table '{scored}' has a score, and ps='geo' sends changes of rows without their shows and clicks; use "
+            "another mode, or expire_passes"
+        )
     rule = DenseRule() if optimizer is None else dense_rule(optimizer, parameters)
     blocks: tuple[DenseBlock, ...] = ()
     if optimizer is not None:

@@ -27,6 +27,7 @@ from echelon.parameter_server.worker.client import (
     PullFuture,
     PullVersions,
 )
+from echelon.parameter_server.worker.event_counts import EventCounts
 from echelon.plan.operations import tensors_in
 
 #: Identifies a tensor of ids among the tensors of a batch.
@@ -87,6 +88,7 @@ class PulledRows:
     rows: Tensor
     origin: Floats  # the rows as they were read, in the order of the requested ids
     ids: Ids
+    events: Floats | None = None  # shows and clicks, if the table counts them
 
 
 @dataclass
@@ -98,6 +100,7 @@ class LookupBatch:
     tensors: list[Tensor] = field(default_factory=list)  # kept alive, so that no other tensor reuses their memory
     pulled: PullFuture | None = None
     found: dict[str, PulledRows] = field(default_factory=dict)
+    counted: set[Key] = field(default_factory=set)  # lookups whose shows and clicks are counted
 
 
 class SparseLookup:
@@ -117,6 +120,7 @@ class SparseLookup:
         self._client, self._device = client, device
         self._views: dict[IdView, None] = {}
         self._leaves: list[Tensor] = []
+        self._events = EventCounts(client.job.tables)
         self._lookups: list[LookupBatch] = []
         self._earlier: list[LookupBatch] = []  # of earlier passes, whose gradients are merged into one update
         self._ahead: deque[LookupBatch] = deque(maxlen=2)  # pulls for the next batches, in order
@@ -131,7 +135,7 @@ class SparseLookup:
 
     def begin(self, batch: Any, dense: bool) -> None:
         """Start a step on ``batch`` and receive its rows, from a prefetch if there is one."""
-        self._leaves = tensors_in(batch)
+        self._leaves = self._events.leaves = tensors_in(batch)
         self._earlier += self._lookups
         self._lookups = []
         self.in_step = True
@@ -178,20 +182,31 @@ class SparseLookup:
 
     # ---- a lookup ----
 
-    def lookup(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distinct rows, and for each of the flat ``ids`` the index of its row."""
+    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the distinct rows, and for each of the flat ``ids`` the index of its row.
+
+        offsets: where the samples' bags begin, for tables that count shows and clicks
+        """
         _check(table, ids)
         if not self.in_step:
             return self._peek(table, ids)
         key = key_of(table, ids)
         for lookup in self._lookups:
             if key in lookup.inverse:
-                return lookup.found[table].rows, torch.from_numpy(lookup.inverse[key]).to(self._device)
+                return self._result(lookup, key, ids, offsets)
         self._learn(table, ids)
         lookup = self.ask([(table, ids)], dense=False)
         self._lookups.append(lookup)
         self._receive(lookup)
-        return lookup.found[table].rows, torch.from_numpy(lookup.inverse[key]).to(self._device)
+        return self._result(lookup, key, ids, offsets)
+
+    def _result(self, lookup: LookupBatch, key: Key, ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        found, inverse = lookup.found[key[0]], lookup.inverse[key]
+        if self._events.counts(key[0]) and key not in lookup.counted:
+            lookup.counted.add(key)
+            events = self._events.of(key[0], ids, inverse, len(found.rows), offsets)
+            found.events = events if found.events is None else found.events + events
+        return found.rows, torch.from_numpy(inverse).to(self._device)
 
     def _peek(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         self._before_peek()
@@ -232,7 +247,7 @@ class SparseLookup:
         return {table: self._merged(founds, scale) for table, founds in parts.items()}
 
     def _merged(self, founds: Sequence[PulledRows], scale: float) -> tuple[IdPartition, Floats]:
-        grads = [_gradient(found.rows, scale) for found in founds]
+        grads = [_gradient(found, scale) for found in founds]
         if len(founds) == 1:
             share = founds[0].share
             return share, grads[0] if share.order is None else grads[0][share.order]
@@ -264,10 +279,12 @@ def deduplicated(wanted: Sequence[tuple[str, Tensor]], shards: int) -> LookupBat
     return lookup
 
 
-def _gradient(rows: Tensor, scale: float) -> Floats:
-    assert rows.grad is not None
-    grad = rows.grad.detach().cpu()
-    return (grad if scale == 1.0 else grad * scale).numpy()
+def _gradient(found: PulledRows, scale: float) -> Floats:
+    """Return the gradient of each row, with its shows and clicks beside it if they are counted."""
+    assert found.rows.grad is not None
+    grad = found.rows.grad.detach().cpu()
+    scaled: Floats = (grad if scale == 1.0 else grad * scale).numpy()
+    return scaled if found.events is None else np.concatenate([scaled, found.events], 1)
 
 
 def _joined_ids(tensors: Sequence[Tensor]) -> Ids:
