@@ -6,13 +6,15 @@
 One process of ``echelon serve --read-only`` holds a table of ``--rows`` rows. Each client is a process that asks for
 ``--ids`` ids, of which a tenth is unknown to the server. ``--rate``: requests per second of all clients together, at
 Poisson times; the latency of a request counts from the time at which it was due, so that a late one is not hidden
-(0: a closed loop, in which each client asks again when it has its answer).
+(0: a closed loop, in which each client asks again when it has its answer). ``of_the_generator`` is the time from due to
+sent: the client was still busy with its last request, or the machine with something else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -82,7 +84,7 @@ def measured(options: argparse.Namespace, server: int) -> dict[str, Any]:
         client.start()
     ready.wait()
     used, began = processor_seconds(server), time.perf_counter()
-    latencies = np.concatenate([answers.get() for _ in clients])
+    latencies, delays = np.concatenate([answers.get() for _ in clients], 1)
     seconds = time.perf_counter() - began
     for client in clients:
         client.join()
@@ -91,6 +93,9 @@ def measured(options: argparse.Namespace, server: int) -> dict[str, Any]:
         "p50_ms": p50,
         "p99_ms": p99,
         "p99.9_ms": p999,
+        "most_ms": latencies.max() * 1e3,
+        "p99_ms_of_the_generator": np.percentile(delays, 99) * 1e3,
+        "p99_ms_from_sending": np.percentile(latencies - delays, 99) * 1e3,
         "requests_per_s": len(latencies) / seconds,
         "server_us_a_request": (processor_seconds(server) - used) / len(latencies) * 1e6,
         "load": os.getloadavg()[0],
@@ -105,19 +110,22 @@ def ask(options: argparse.Namespace, number: int, ready: Any, answers: Any) -> N
     batches = [np.unique(draw.integers(0, int(options.rows * 1.1), options.ids)) for _ in range(200)]
     for batch in batches[:WARM_UP]:
         rows.pull({"ids": batch})
+    gc.collect()
+    gc.freeze()  # a collection of this process would count as latency
     ready.wait()
-    found: list[float] = []
+    found: list[tuple[float, float]] = []
     due = time.perf_counter()
     end = due + options.seconds
     while due < end:
         if options.rate:
             due += draw.exponential(options.clients / options.rate)
             time.sleep(max(0.0, due - time.perf_counter()))
+        sent = time.perf_counter()
         rows.pull({"ids": batches[len(found) % len(batches)]})
         now = time.perf_counter()
-        found.append(now - due)
+        found.append((now - due, sent - due))
         due = due if options.rate else now
-    answers.put(np.array(found))
+    answers.put(np.array(found).T)
     rows.close()
 
 
