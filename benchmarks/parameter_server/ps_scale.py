@@ -54,12 +54,17 @@ def push(shard: ServerShard, first: int, last: int) -> float:
 
 
 def resident() -> dict[str, float]:
-    """Gigabytes in memory: this process's own, and pages of files, which the system may take back."""
+    """Gigabytes in memory: this process's own, pages of files, which the system may take back, and the most of both."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    kinds = {"own": ("RssAnon", "RssShmem"), "of files": ("RssFile",), "most of both": ("VmHWM",)}
     return {
-        "own": round(int(fields["RssAnon"].split()[0]) / 2**20, 2),
-        "of files": round(int(fields["RssFile"].split()[0]) / 2**20, 2),
+        name: round(sum(int(fields[field].split()[0]) for field in each) / 2**20, 2) for name, each in kinds.items()
     }
+
+
+def rate(rows: int, seconds: float) -> float:
+    """Millions of rows a second."""
+    return round(rows / max(seconds, 0.01) / 1e6, 2)
 
 
 def some(ids: int) -> np.ndarray:
@@ -73,6 +78,9 @@ def make(ids: int, directory: Path) -> dict[str, Any]:
     began = time.perf_counter()
     persistence.snapshot(base=True)
     found["base snapshot, s"] = round(time.perf_counter() - began, 1)
+    found["create, M rows/s"] = rate(ids, found["create, s"])
+    found["base snapshot, M rows/s"] = rate(ids, found["base snapshot, s"])
+    found["resident after the base, GB"] = resident()
     found["train the first 10 % again, s"] = push(shard, 0, ids // 10)
     began = time.perf_counter()
     persistence.snapshot(base=False)
@@ -93,6 +101,7 @@ def restore(ids: int, directory: Path) -> dict[str, Any]:
     same = bool(np.array_equal(table.pull_state(some(ids)), np.load(directory / "expected.npy")))
     return {
         "restore, s": seconds,
+        "restore, M rows/s": rate(ids, seconds),
         "rows": len(table),
         "100,000 of them are the same bits": same,
         "resident, GB": resident(),
@@ -104,7 +113,7 @@ def main() -> None:
     ask.add_argument("--ids", type=int, default=100_000_000)
     ask.add_argument("--directory", type=Path)
     ask.add_argument("--out", type=Path)
-    ask.add_argument("--part", choices=["make", "restore"])
+    ask.add_argument("--part", choices=["make", "restore"], help="one of the two processes alone, in --directory")
     given = ask.parse_args()
     if given.part is not None:
         print(json.dumps((make if given.part == "make" else restore)(given.ids, given.directory)))
