@@ -17,6 +17,7 @@ from typing import Any, cast
 from echelon.base import network
 from echelon.base.accept_loop import cut
 from echelon.base.job_secret import HandshakeError, Proof
+from echelon.parameter_server.protocol.frame_memory import FrameMemory
 
 #: Bytes that are encrypted at once, and that are read at once to be decrypted.
 _PIECE = 1 << 18
@@ -28,10 +29,16 @@ class StreamEndedError(ConnectionError):
 
 
 class ByteStream:
-    """A plain connection."""
+    """A plain connection.
+
+    memory: memory that both ends share; None without any
+    """
+
+    can_share_memory = True
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self.memory: FrameMemory | None = None
         self._deadline: float | None = None
         network.stay_alert(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,6 +87,12 @@ class ByteStream:
     def certificate(self) -> bytes | None:
         """The certificate that the other end has shown; None without TLS."""
         return None
+
+    def is_on_one_host(self) -> bool:
+        """Return True if both ends have the same address."""
+        with contextlib.suppress(OSError):
+            return bool(self._socket.getpeername()[0] == self._socket.getsockname()[0])
+        return False
 
     def has_ended(self) -> bool:
         """Return True if the other end has hung up, even if bytes from before are not read yet."""
@@ -132,6 +145,8 @@ class TlsStream(ByteStream):
     OpenSSL does not allow two threads in one connection. So bytes are encrypted and decrypted in memory, under a lock,
     and sent and received without it.
     """
+
+    can_share_memory = False  # what was to be encrypted goes through the connection
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, host: str | None = None) -> None:
         super().__init__(connection)

@@ -220,6 +220,7 @@ class ServerChannel:
             with self._state:
                 self._connection = connection
             connection.open(min(PROBE, self.timeout))
+            connection.share_memory(min(PROBE, self.timeout))
         with self._state:  # close() may have run before there was a connection to cut; from here on it can cut this one
             if self._over is not None:
                 raise self._over

@@ -13,6 +13,7 @@ from echelon.base.job_secret import HandshakeError, callers_proof
 from echelon.base.security import Security
 from echelon.parameter_server.protocol import message_wire
 from echelon.parameter_server.protocol.byte_stream import ByteStream, StreamEndedError, TlsStream
+from echelon.parameter_server.protocol.frame_memory import offer_memory
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.protocol.message_wire import PackedMessage
 
@@ -55,6 +56,19 @@ class ServerConnection:
             raise
         if self._cut:
             stream.cut()
+
+    def share_memory(self, seconds: float) -> None:
+        """Send the arrays of long messages through memory from now on, if the server is on this host and agrees."""
+        stream = self._stream
+        assert stream is not None
+        if not (stream.can_share_memory and stream.is_on_one_host()) or (offer := offer_memory()) is None:
+            return
+        try:
+            if self.ask(WireMessage(offer.head), seconds).head.get("shared") is True:
+                stream.memory = offer.accepted()
+        finally:
+            offer.close()
+            stream.limit(None)
 
     def _begun(self, connection: socket.socket, host: str, seconds: float) -> ByteStream:
         context = tls.client_tls_context(self._security, check_names=True)

@@ -1,6 +1,7 @@
 """Messages on a stream of bytes: their sizes, the JSON head, and the bytes of the arrays.
 
 Sizes are checked before memory is allocated. Nothing is compressed, so what a message takes in memory is what was sent.
+If both ends share memory, the arrays of long messages lie there, and the stream says where.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from echelon.parameter_server.protocol.message import (
 
 #: Bytes of the head, number of arrays, bytes of each array.
 _SIZES = struct.Struct(f"<II{MAX_ARRAYS}Q")
+#: With shared memory, before that: the offset of the arrays there, or -1, and how many messages are done with.
+_SHARED = struct.Struct("<qQ")
 
 
 @dataclass
@@ -55,20 +58,31 @@ class ReceivedMessage:
 
 
 def send(stream: ByteStream, message: PackedMessage) -> None:
-    stream.send(message.buffers)
+    memory, buffers = stream.memory, message.buffers
+    if memory is not None:
+        offset = memory.put(buffers[1:])
+        buffers = [_SHARED.pack(offset, memory.done()), *(buffers if offset < 0 else buffers[:1])]
+    stream.send(buffers)
 
 
 def receive(stream: ByteStream) -> ReceivedMessage:
     """Return the next message. Raises ``WireMessageError`` for sizes beyond the limits, with nothing more to read."""
-    prefix = bytearray(_SIZES.size)
-    stream.receive_into([prefix])
+    memory, where, prefix = stream.memory, bytearray(_SHARED.size), bytearray(_SIZES.size)
+    stream.receive_into([prefix] if memory is None else [where, prefix])
     head_bytes, count, *sizes = _SIZES.unpack(prefix)
     if head_bytes > MAX_HEAD or count > MAX_ARRAYS or sum(sizes) > MAX_BYTES:
         raise WireMessageError(
             f"a message of {count} arrays, {head_bytes} and {sum(sizes)} bytes is over the limits "
             f"({MAX_ARRAYS} arrays, {MAX_HEAD} and {MAX_BYTES} bytes)"
         )
-    head = bytearray(head_bytes)
-    bodies = [np.empty(size, np.uint8) for size in sizes[:count]]
-    stream.receive_into([head, *bodies])
+    head, offset = bytearray(head_bytes), -1
+    if memory is not None:
+        offset, done = _SHARED.unpack(where)
+        memory.release(done)
+    if memory is None or offset < 0:
+        bodies = [np.empty(size, np.uint8) for size in sizes[:count]]
+        stream.receive_into([head, *bodies])
+    else:
+        stream.receive_into([head])
+        bodies = memory.take(offset, sizes[:count])
     return ReceivedMessage(bytes(head), [body.data for body in bodies], _SIZES.size + head_bytes + sum(sizes))

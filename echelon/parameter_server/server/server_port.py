@@ -26,6 +26,7 @@ from echelon.base.security import OPEN, Security
 from echelon.parameter_server.protocol import message_wire
 from echelon.parameter_server.protocol.byte_stream import ByteStream, TlsStream
 from echelon.parameter_server.protocol.connection import one_line
+from echelon.parameter_server.protocol.frame_memory import open_offered
 from echelon.parameter_server.protocol.message import WireMessage, WireMessageError
 from echelon.parameter_server.protocol.message_wire import PackedMessage, ReceivedMessage
 from echelon.parameter_server.protocol.port_check import check_port
@@ -146,6 +147,8 @@ class ServerPort:
             except WireMessageError as error:  # what follows cannot be told apart any more
                 message_wire.send(stream, _failure(str(error)))
                 return
+            if _shares_memory(stream, request):
+                continue
             size = request.nbytes
             answer = answer_request(self._handler, request, stream.has_ended)
             del request  # a client that reads its answer slowly must not hold the request's memory as well
@@ -153,6 +156,22 @@ class ServerPort:
                 self._in += size
                 self._out += answer.nbytes
             message_wire.send(stream, answer)
+
+
+def _shares_memory(stream: ByteStream, request: ReceivedMessage) -> bool:
+    """Answer an offer of memory, and use it from then on if it is sound; return False for any other request."""
+    if b'"share_memory"' not in request.head:
+        return False
+    try:
+        head = request.unpacked().head
+    except WireMessageError:
+        return False
+    if head.get("op") != "share_memory":
+        return False
+    memory = open_offered(head) if stream.can_share_memory and stream.memory is None else None
+    message_wire.send(stream, PackedMessage.of(WireMessage({"ok": True, "shared": memory is not None})))
+    stream.memory = stream.memory or memory
+    return True
 
 
 def answer_request(handler: Handler, request: ReceivedMessage, has_hung_up: Callable[[], bool]) -> PackedMessage:
