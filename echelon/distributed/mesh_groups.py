@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from echelon.base.mesh import AXES, coordinates, parts_of_axis, rank_groups
+from echelon.distributed.host_memory import HostMemory
 from echelon.distributed.process_groups import ProcessGroups
 
 
@@ -55,6 +56,13 @@ class MeshGroups:
     def new_group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return a new group along these axes, with its own connections."""
         return None if self.size(*axes) == 1 else self._own_group(rank_groups(self._mesh, self._order, axes))
+
+    def shared_memory(self, timeout: float, *axes: str) -> HostMemory | None:
+        """Return memory that the ranks along these axes share; None for GPUs, and unless they are on one host."""
+        group = self.group(*axes)
+        if group is None or self._groups.backend != "gloo":
+            return None
+        return self._groups.share_memory(group, timeout)
 
     def inside(self, axis: str, size: int) -> dist.ProcessGroup | None:
         """Return a new group of this rank's part of an axis, ``size`` consecutive ranks; None if it is alone."""

@@ -30,6 +30,7 @@ from echelon.parallel.activation_checkpoint import apply_recompute
 from echelon.parallel.clip import Census
 from echelon.parallel.data.dgc import make_dgc_groups
 from echelon.parallel.data.gradients import GradientReducer, Gradients, PartialGradientSum
+from echelon.parallel.data.host_sums import MOST_RANKS, HostSums
 from echelon.parallel.data.local_sgd import LocalSgdAverager
 from echelon.parallel.data.reducer import Carriers, Reducer
 from echelon.parallel.data.sync_batch_norm import synchronize
@@ -108,7 +109,8 @@ def parallelize(planned: PlannedRun, batch: Any) -> ParallelModel:
     census = make_census(plan, local_state, grid, alone=local is not None)
     group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else [])) if local is None else None
     within = peers.within if peers else None
-    reducers = _reducers(plan, optimizers, parameters, shards, {} if local is not None else carriers, grid, within)
+    carriers = {} if local is not None else carriers
+    reducers = _reducers(plan, optimizers, parameters, shards, carriers, grid, within, run.world)
     sums = _gradient_sums(plan, local_state, shards, grid)
     gradients = Gradients(plan, parameters, local_state.parameters, optimizers, reducers, scaler, census, sums, group)
     staged = _staged(run.world, plan, model, planned.objective, grid)
@@ -158,6 +160,7 @@ def _reducers(
     carriers: Carriers,
     grid: MeshGroups,
     within: dist.ProcessGroup | None,
+    world: World,
 ) -> dict[str, GradientReducer]:
     """Return the reducers of each optimizer's gradients; none if there is nothing to reduce.
 
@@ -169,7 +172,16 @@ def _reducers(
         return _updating(plan, optimizers, carriers)
     if not any(carriers.values()):
         return {}
-    return {key: Reducer(plan, key, parameters, carriers, grid.coords["stage"], within) for key in optimizers}
+    hosts = _host_sums(plan, carriers, grid, world)
+    return {key: Reducer(plan, key, parameters, carriers, grid.coords["stage"], within, hosts) for key in optimizers}
+
+
+def _host_sums(plan: Plan, carriers: Carriers, grid: MeshGroups, world: World) -> dict[tuple[str, ...], HostSums]:
+    """Return sums in memory that ranks share, by axes, for gradients on CPUs whose replicas are on one host."""
+    if world.device.type != "cpu" or plan.comm_dtype is not None:
+        return {}
+    memories = {axes: grid.shared_memory(world.timeout, *axes) for axes in carriers if grid.size(*axes) <= MOST_RANKS}
+    return {axes: HostSums(memory) for axes, memory in memories.items() if memory is not None}
 
 
 def _gradient_sums(

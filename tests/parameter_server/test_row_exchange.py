@@ -30,7 +30,7 @@ def exchange_all(shared: bool) -> None:
     assert world.control is not None
     exchange: RowExchange | None = None
     if shared:
-        exchange = share_memory(world.rank, world.size, world.control, 60.0)
+        exchange = share_memory(world.control, 60.0)
         assert exchange is not None
     else:
         exchange = GroupExchange(world.rank, world.size, world.device, 60.0)
@@ -56,7 +56,7 @@ def meet(place: str) -> bool:
         import tempfile
 
         tempfile.tempdir = place
-    made = share_memory(world.rank, world.size, world.control, 60.0)
+    made = share_memory(world.control, 60.0)
     worlds.barrier()
     return made is None
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from echelon.distributed.activity import AFTER, activity, waiting
+from echelon.distributed.activity import AFTER, Whom, activity, describe_ranks, waiting
 from echelon.observability.trace.span import HOST, NETWORK, Span
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ class TraceRecorder:
         if activity.call == "step":
             more = {"action": kind, "micro": micro, "stage": stage}
             self.spans.append(Span(f"{kind}{micro}", _ACTIONS[kind], HOST, since, now(), self.step, more=more))
+
+    def summed(self, call: str, since: float, size: int, whom: Whom, key: str) -> None:
+        """Record a sum in memory that ranks share, which is no message; ``key`` is the same on all its ranks."""
+        more = {"key": key, "told": True}
+        span = Span(call, "communicate", NETWORK, since, now(), self.step, size, describe_ranks(whom), more)
+        self.spans.append(span)
 
     def served(self, kind: str, since: float) -> None:
         """Record a wait of the training thread for parameter servers."""

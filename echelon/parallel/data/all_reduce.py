@@ -19,6 +19,7 @@ from torch import Tensor
 from echelon.distributed.activity import waiting
 from echelon.distributed.collectives import PendingCollective, start_all_gather, start_all_to_all
 from echelon.optim.grad_scaler import DTYPES
+from echelon.parallel.data.host_sums import HostSums
 
 #: The largest entry of a chunk is sent as a half float of about this size; 65504 is the largest finite half float.
 TOP = 2.0**14
@@ -37,15 +38,24 @@ class AllReduce(Protocol):
 
 
 def sum_over(
-    row: Tensor, wire: str | None, group: dist.ProcessGroup, number: int = 0, call: str = "sum", what: str = ""
+    row: Tensor,
+    wire: str | None,
+    group: dist.ProcessGroup,
+    number: int = 0,
+    call: str = "sum",
+    what: str = "",
+    host: HostSums | None = None,
 ) -> AllReduce:
     """Return a reusable in-place sum of ``row`` over the ranks of ``group``.
 
     ``number`` distinguishes sums that run at the same time and must be the same on all ranks. ``call`` and ``what``
-    describe the sum in messages about a rank that waits for it.
+    describe the sum in messages about a rank that waits for it. ``host`` are the sums of these ranks if they share
+    memory.
     """
     if wire:
         return _SixteenBitAllReduce(row, DTYPES[wire], group, number, call, what)
+    if host is not None:
+        return host.sum_over(row, group, call, what)
     return _PlainAllReduce(row, group, call, what)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from echelon.base.errors import UsageError
 from echelon.distributed.activity import span, waiting
 from echelon.distributed.collectives import all_gather
 from echelon.parallel.data.all_reduce import AllReduce, sum_over
+from echelon.parallel.data.host_sums import HostSums
 from echelon.plan import Bucket, Plan
 
 Carriers = Mapping[tuple[str, ...], Sequence[dist.ProcessGroup]]
@@ -53,6 +55,7 @@ class Reducer:
     carriers: process groups that reduce buckets, by axes; a bucket whose axes are missing is not reduced
     place:    this rank's coordinate on the stage axis, default 0
     within:   group of this host's ranks, if compressed buckets are first reduced among them; default None
+    hosts:    sums of ranks that share memory, by axes; default none
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Reducer:
         carriers: Carriers,
         place: int = 0,
         within: dist.ProcessGroup | None = None,
+        hosts: Mapping[tuple[str, ...], HostSums] = MappingProxyType({}),
     ) -> None:
         local = [
             bucket
@@ -78,6 +82,7 @@ class Reducer:
                 group=_carrier(plan, bucket, carriers),
                 within=within,
                 piggyback_slots=PIGGYBACK_SLOTS * (bucket is dense[-1]),
+                host=hosts.get(bucket.axes),
             )
             for bucket in dense
         ]
@@ -139,6 +144,7 @@ class _Bucket:
         group: dist.ProcessGroup,
         within: dist.ProcessGroup | None,
         piggyback_slots: int = 0,
+        host: HostSums | None = None,
     ) -> None:
         self.names, self._compressed = bucket.parameters, bucket.compressed
         self.parameters = [parameters[name] for name in bucket.parameters]
@@ -158,7 +164,8 @@ class _Bucket:
         self._scaled = plan.comm_dtype == "fp16"
         number = plan.buckets.index(bucket)
         call, what = "sum of gradients", f"bucket {number} ({span(bucket.parameters)})"
-        self._sum = sum_over(self._row, plan.comm_dtype, group, number=number, call=call, what=what)
+        shared = host if here else None
+        self._sum = sum_over(self._row, plan.comm_dtype, group, number=number, call=call, what=what, host=shared)
         inside = within if bucket.compressed else None
         self._sum_within = sum_over(self._row, None, inside, call=call, what=what) if inside else None
         self._on_complete: Callable[[], None] = lambda: None

@@ -67,7 +67,7 @@ class CollectiveSession(ParameterServerSession):
         return self.workers
 
     def _connect(self, job: JobSpec) -> None:
-        exchange: RowExchange | None = share_memory(self.worker, self.workers, self._control, self._timeout)
+        exchange: RowExchange | None = share_memory(self._control, self._timeout)
         if exchange is None:
             exchange = GroupExchange(self.worker, self.workers, self._device, self._timeout)
         self.how = exchange.how
