@@ -43,7 +43,7 @@ def add_up() -> list[str]:
     for step in range(6):
         order = np.random.default_rng([step, world.rank]).permutation(len(rows))
         for at in order:
-            rows[at].copy_(numbers(step, int(at), world.rank))
+            reduces[at].entry().copy_(numbers(step, int(at), world.rank))
             reduces[at].start()
         if step % world.size == world.rank:
             torch.randn(500, 500) @ torch.randn(500, 500)
@@ -68,9 +68,10 @@ def add_up_many() -> float:
     """More sums than a socket takes notes of, all begun before one is finished."""
     world = echelon.init()
     sums = sums_of_host(world)
-    rows = [torch.ones(2) for _ in range(1500)]
+    rows = [torch.zeros(2) for _ in range(1500)]
     reduces = [sums.sum_over(row, world.control, "sum", "") for row in rows]
     for reduce in reduces:
+        reduce.entry().fill_(1.0)
         reduce.start()
     for reduce in reduces:
         reduce.finish()

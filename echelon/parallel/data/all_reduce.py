@@ -28,7 +28,12 @@ PIECE = 1 << 17  # numbers that a CPU converts at a time
 
 
 class AllReduce(Protocol):
-    """An asynchronous sum over ranks: ``start`` the first half, ``turn`` to the second half, ``finish`` it."""
+    """An asynchronous sum over ranks: ``start`` the first half, ``turn`` to the second half, ``finish`` it.
+
+    The numbers are written to ``entry()`` before ``start``, which is the row itself or memory of its length.
+    """
+
+    def entry(self) -> Tensor: ...
 
     def start(self) -> None: ...
 
@@ -46,7 +51,7 @@ def sum_over(
     what: str = "",
     host: HostSums | None = None,
 ) -> AllReduce:
-    """Return a reusable in-place sum of ``row`` over the ranks of ``group``.
+    """Return a reusable sum over the ranks of ``group``, whose result is in ``row``.
 
     ``number`` distinguishes sums that run at the same time and must be the same on all ranks. ``call`` and ``what``
     describe the sum in messages about a rank that waits for it. ``host`` are the sums of these ranks if they share
@@ -69,6 +74,9 @@ class _PlainAllReduce:
         self._options = dist.AllreduceOptions()  # a sum
         self._options.asyncOp = True
 
+    def entry(self) -> Tensor:
+        return self._row
+
     def start(self) -> None:
         # ``dist.all_reduce`` spends 10 microseconds on checks and logging that are not needed here.
         self._work = self._group.allreduce([self._row], self._options)
@@ -86,7 +94,7 @@ class _SixteenBitAllReduce:
     def __init__(
         self, row: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, number: int, call: str, what: str
     ) -> None:
-        self._group = group
+        self._row, self._group = row, group
         self._tag = 2 * number
         self._call = call
         self._what = what
@@ -100,6 +108,9 @@ class _SixteenBitAllReduce:
         self._local = torch.zeros(length + 1, dtype=dtype, device=place)
         self._total = torch.zeros(length, device=place)
         self._under_way: PendingCollective | None = None
+
+    def entry(self) -> Tensor:
+        return self._row
 
     @torch.no_grad()
     def start(self) -> None:

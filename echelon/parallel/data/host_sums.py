@@ -42,7 +42,7 @@ class HostSums:
         self._made, self._end = 0, 0
 
     def sum_over(self, row: Tensor, group: dist.ProcessGroup, call: str, what: str) -> HostAllReduce:
-        """Return a reusable in-place sum of ``row``; ``group`` has the same ranks."""
+        """Return a reusable sum whose result is in ``row``; ``group`` has the same ranks."""
         number, offset = self._made, self._end
         made = HostAllReduce(self, number, offset, row, group, call, what)
         self._made, self._end = number + 1, offset + made.nbytes
@@ -77,7 +77,7 @@ class HostSums:
 
 
 class HostAllReduce:
-    """An ``AllReduce`` between the ranks of one host."""
+    """An ``AllReduce`` between the ranks of one host. A row of one chunk is written where the others read it."""
 
     def __init__(
         self, sums: HostSums, number: int, offset: int, row: Tensor, group: dist.ProcessGroup, call: str, what: str
@@ -95,6 +95,11 @@ class HostAllReduce:
     def nbytes(self) -> int:
         """Bytes of the region in each rank's memory file."""
         return 2 * self._ahead * self._bytes
+
+    def entry(self) -> Tensor:
+        if len(self._chunks) > 1:
+            return self._row
+        return self._place(self._sums.memory.rank, self._added)[: len(self._row)]
 
     @torch.no_grad()
     def start(self) -> None:
@@ -121,8 +126,9 @@ class HostAllReduce:
         """Copy the next chunks of this rank's numbers to their places, and ring."""
         own = self._sums.memory.rank
         while self._copied < min(self._added + self._ahead, self._begun + len(self._chunks)):
-            chunk = self._chunks[self._copied - self._begun]
-            self._place(own, self._copied)[: len(chunk)].copy_(chunk)
+            if len(self._chunks) > 1:
+                chunk = self._chunks[self._copied - self._begun]
+                self._place(own, self._copied)[: len(chunk)].copy_(chunk)
             self._copied += 1
             self._sums.ring(self._number)
 
@@ -136,10 +142,7 @@ class HostAllReduce:
         return self._places[rank, place]
 
     def _add_up(self, chunk: Tensor) -> None:
-        ranks, own = self._sums.memory.ranks, self._sums.memory.rank
-        if ranks == 2:  # the sum of two numbers does not depend on their order
-            chunk.add_(self._place(1 - own, self._added)[: len(chunk)])
-            return
+        ranks = self._sums.memory.ranks
         parts = [self._place(rank, self._added)[: len(chunk)] for rank in range(ranks)]
         torch.add(parts[0], parts[1], out=chunk)
         for part in parts[2:]:

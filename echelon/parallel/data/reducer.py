@@ -19,10 +19,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from echelon.base.errors import UsageError
@@ -133,6 +135,19 @@ class Reducer:
             self._next += 1
 
 
+class _Entry(NamedTuple):
+    """The memory of a bucket's gradients.
+
+    slots:  view of each gradient
+    flags:  one number for each parameter behind them, not 0 if this rank used it
+    behind: the flags and piggybacked numbers, written without a torch operation; None if that is not possible
+    """
+
+    slots: list[Tensor]
+    flags: Tensor
+    behind: NDArray[Any] | None
+
+
 class _Bucket:
     """Some parameters, and the flat buffer in which their gradients are sent and then stay."""
 
@@ -156,11 +171,10 @@ class _Bucket:
         self._piggyback_slots = piggyback_slots if here else 0
         columns = self._size + len(self.parameters) + self._piggyback_slots
         self._row = torch.zeros(columns, dtype=first.dtype, device=first.device)
-        behind = self._row[self._size :]
-        self._flags = behind[: len(self.parameters)]
-        self._behind = behind.numpy() if here else None  # the same memory, written without a torch operation
-        self._front = np.ones(len(behind)) if here else None  # values to write there: flags and piggybacked numbers
-        self._slots = _views(self._row, self.parameters)
+        self._own = self._entry(self._row, here)
+        self._entries = {self._row.data_ptr(): self._own}  # by address: a sum may have memory of its own for them
+        behind = columns - self._size
+        self._front = np.ones(behind) if here else None  # values to write there: flags and piggybacked numbers
         self._scaled = plan.comm_dtype == "fp16"
         number = plan.buckets.index(bucket)
         call, what = "sum of gradients", f"bucket {number} ({span(bucket.parameters)})"
@@ -204,26 +218,40 @@ class _Bucket:
 
     def send(self, compressing: bool) -> None:
         over = self._sum_within if compressing and self._compressed else self._sum
-        slots, made = self._made()
+        made = self._made()
         if over is None:  # every rank keeps its own gradients, which DGC reads from ``parameter.grad``
             return
+        entry = self._entry_of(over)
         if made:  # empty if nothing here was used, e.g. a stage that holds a parameter only to return it
+            every = zip(entry.slots, self.parameters, strict=True)
+            slots = entry.slots if not self._missing else [slot for slot, p in every if p.grad is not None]
             torch._foreach_copy_(slots, made)
         for i in self._missing:
-            self._slots[i].zero_()
-        if self._behind is not None:
-            self._behind[:] = self._front
+            entry.slots[i].zero_()
+        if entry.behind is not None:
+            entry.behind[:] = self._front
         else:
-            self._flags.fill_(self._flag())
+            entry.flags.fill_(self._flag())
         for i in self._missing:
-            self._flags[i] = 0
-        for parameter, slot in zip(self.parameters, self._slots, strict=True):
+            entry.flags[i] = 0
+        for parameter, slot in zip(self.parameters, self._own.slots, strict=True):
             parameter.grad = slot  # frees the gradient that autograd allocated
         self._under_way = over
         over.start()
 
-    def _made(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the slots and the gradients of the parameters that have one; record the missing ones."""
+    def _entry_of(self, over: AllReduce) -> _Entry:
+        row = over.entry()
+        found = self._entries.get(row.data_ptr())
+        if found is None:
+            found = self._entries[row.data_ptr()] = self._entry(row, True)
+        return found
+
+    def _entry(self, row: Tensor, here: bool) -> _Entry:
+        behind = row[self._size :]
+        return _Entry(_views(row, self.parameters), behind[: len(self.parameters)], behind.numpy() if here else None)
+
+    def _made(self) -> list[Tensor]:
+        """Return the gradients of the parameters that have one; record the missing ones."""
         made = [p.grad for p in self.parameters]
         self._missing = []
         for i, grad in enumerate(made):
@@ -234,10 +262,7 @@ class _Bucket:
                     f"'{self.names[i]}' has a sparse gradient, but it is not the weight of an Embedding or "
                     "EmbeddingBag with sparse=True; use one of those, or sparse=False"
                 )
-        there = [grad for grad in made if grad is not None]
-        if not self._missing:
-            return self._slots, there
-        return [slot for slot, grad in zip(self._slots, made, strict=True) if grad is not None], there
+        return [grad for grad in made if grad is not None]
 
     def _flag(self) -> Tensor | float:
         """Return the flag that means "used": 1, or the largest gradient if sent in fp16.
@@ -260,7 +285,7 @@ class _Bucket:
         self._under_way.finish()
         self._under_way = None
         if self._missing:
-            used = self._flags.tolist()
+            used = self._own.flags.tolist()
             for i in self._missing:
                 if not used[i]:
                     self.parameters[i].grad = None
@@ -270,10 +295,10 @@ class _Bucket:
         return bool(self._piggyback_slots) and set(ours) == set(theirs)
 
     def piggyback(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        assert self._behind is not None
+        assert self._own.behind is not None
         assert self._front is not None
         self._front[-self._piggyback_slots :] = numbers
-        return self._behind[-self._piggyback_slots :].tolist
+        return self._own.behind[-self._piggyback_slots :].tolist
 
 
 def _hook(bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
