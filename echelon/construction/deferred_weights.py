@@ -77,11 +77,11 @@ class DeferredWeights:
         """
         for names, parameter, recipe in self._here():
             layout = layouts.get(names[0]) or Layout(recipe.shape)
-            part = recipe.part(names, layout, parameter.dtype)
-            if torch.ops.aten.is_non_overlapping_and_dense(parameter.data) and parameter.numel() > 1:
-                parameter.data.copy_(part)  # it has got memory since, in a memory format that is to stay
-            else:
-                parameter.data = part.to(parameter.device)
+            into = parameter.data
+            if not torch.ops.aten.is_non_overlapping_and_dense(into) or into.numel() <= 1:
+                into = recipe.empty_part(layout, parameter.dtype, parameter.device)
+            recipe.write(names, layout, into)  # memory that it has got since keeps its memory format
+            parameter.data = into
 
     def fill_shards(self, shards: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout]) -> None:
         """Give this rank's shards of the parameters their values.
@@ -89,9 +89,9 @@ class DeferredWeights:
         shards:  this rank's rows, by name of the parameter
         layouts: layouts of the shards
         """
-        for names, parameter, recipe in self._here():
+        for names, _, recipe in self._here():
             shard, layout = shards[names[0]], layouts[names[0]]
-            shard.data.copy_(recipe.part(names, layout, parameter.dtype))
+            recipe.write(names, layout, shard.data)
 
     def _here(self) -> Iterator[_Waiting]:
         """Yield the waiting parameters, except those of other stages, and forget them all."""

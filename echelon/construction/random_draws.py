@@ -33,7 +33,7 @@ def draws_in_order(func: Any, tensor: Tensor) -> bool:
 def draw(func: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Fill a contiguous tensor in place, piece by piece, with the numbers that one call gives."""
     flat = tensor.view(-1)
-    for begin, end in _pieces(flat.numel()):
+    for begin, end in pieces(flat.numel()):
         func(flat[begin:end], *args, **kwargs)
 
 
@@ -41,11 +41,12 @@ def draw(func: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
 def advance(func: Any, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Advance the generator as a call on a tensor of this shape and dtype does."""
     buffer = torch.empty(min(like.numel(), PIECE + _GROUP), dtype=like.dtype, device="cpu")
-    for begin, end in _pieces(like.numel()):
+    for begin, end in pieces(like.numel()):
         func(buffer[: end - begin], *args, **kwargs)
 
 
-def _pieces(total: int) -> Iterator[tuple[int, int]]:
+def pieces(total: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of pieces that get the numbers of one call if they are filled one after another."""
     begin = 0
     while total - begin >= PIECE + _GROUP:  # the last piece has a whole group
         yield begin, begin + PIECE

@@ -14,17 +14,16 @@ from echelon.distributed.tensor_layout import Layout, Part
 _NAMED = 3  # number of names in a line
 
 
-def read_part(source: WeightSource, name: str, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Return the part of a tensor that a layout describes, on the CPU, in ``dtype``."""
+@torch.no_grad()
+def read_part(source: WeightSource, name: str, layout: Layout, into: Tensor) -> None:
+    """Read the part of a tensor that a layout describes into ``into``, in its dtype."""
     if tuple(source.shape(name)) != layout.shape:
         raise CheckpointError(
             f"'{name}' is {list(source.shape(name))} in the given weights and {list(layout.shape)} in the model; "
             "give the weights of this model"
         )
-    part = torch.empty(layout.local_shape, dtype=dtype, device="cpu")
-    for region, view in Part(part, layout).regions(name):
+    for region, view in Part(into, layout).regions(name):
         view.copy_(source.read(name, region))
-    return part
 
 
 @torch.no_grad()
@@ -38,7 +37,7 @@ def read_other_tensors(model: nn.Module, source: WeightSource) -> Iterator[str]:
         if found is None:
             lacking += [names[0]] if isinstance(value, nn.Parameter) else []
         elif not value.is_meta:
-            value.copy_(read_part(source, found, Layout(tuple(value.shape)), value.dtype))
+            read_part(source, found, Layout(tuple(value.shape)), value)
     if lacking:
         yield f"weights: {_some(lacking)} of the model are not among the given weights and begin as they were made"
     if unknown := sorted(stored - known):

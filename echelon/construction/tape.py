@@ -118,6 +118,10 @@ class Tape:
             for storage in entry.writes:
                 self._writers[storage].append(number)
 
+    def parts(self, ref: TensorRef) -> list[TapeEntry]:
+        """Return the entries that have a part in the values of a tensor, in order."""
+        return [self._entries[number] for number in self._parts({ref.storage})]
+
     def values(self, refs: Sequence[TensorRef]) -> list[Tensor]:
         """Compute recorded tensors as they are now, on the CPU. Tensors of one storage share it."""
         wanted = {ref.storage for ref in refs}

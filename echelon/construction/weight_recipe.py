@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from echelon.checkpoint.region_tensor import RegionTensor, RegionWeights
 from echelon.checkpoint.weight_source import WeightSource
+from echelon.construction.piecewise_values import piecewise_values
 from echelon.construction.source_reading import read_part
 from echelon.construction.tape import Tape, TensorRef
 from echelon.distributed.tensor_layout import Layout
+from echelon.distributed.tensor_region import narrow
 
 #: Attribute of a parameter that holds its recipe.
 RECIPE = "_echelon_recipe"
@@ -37,16 +39,21 @@ class WeightRecipe:
     def shape(self) -> tuple[int, ...]:
         return self.ref.shape
 
-    def part(self, names: Collection[str], layout: Layout, dtype: torch.dtype) -> Tensor:
-        """Return the part of the value that a layout describes; ``names``: those of the parameter."""
+    def empty_part(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a part, in the memory format of the value."""
+        whole = torch.empty_strided(self.ref.shape, self.ref.stride, dtype=dtype, device="meta")
+        return torch.empty_like(layout.take(whole), device=device)
+
+    def write(self, names: Collection[str], layout: Layout, into: Tensor) -> None:
+        """Write the part of the value that a layout describes; ``names``: those of the parameter."""
         if self.source is not None and (stored := set(names) & set(self.source.names())):
-            return read_part(self.source, min(stored), layout, dtype)
-        value = self.tape.values([self.ref])[0]
-        if not layout.is_whole:
-            value = layout.take(value)
-        elif value.untyped_storage().nbytes() > value.nbytes:
-            value = value.clone()
-        return value.to(dtype)
+            read_part(self.source, min(stored), layout, into)
+        elif (values := piecewise_values(self.tape, self.ref)) is not None:
+            values.write(layout, into)
+        else:
+            value = self.tape.values([self.ref])[0]
+            for offsets, sizes, starts in layout.boxes():
+                narrow(into, starts, sizes).copy_(narrow(value, offsets, sizes))
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,14 @@ class StoredRecipe:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.value.shape)
 
-    def part(self, names: Collection[str], layout: Layout, dtype: torch.dtype) -> Tensor:
+    def empty_part(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a part."""
+        return torch.empty(layout.local_shape, dtype=dtype, device=device)
+
+    def write(self, names: Collection[str], layout: Layout, into: Tensor) -> None:
         """Read the part of the value that a layout describes."""
         name = min(names)
-        return read_part(RegionWeights({name: self.value}), name, layout, dtype)
+        read_part(RegionWeights({name: self.value}), name, layout, into)
 
 
 def stored_parameter(value: RegionTensor, requires_grad: bool) -> nn.Parameter:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.base.errors import UsageError
+from echelon.construction.piecewise_values import piecewise_values
 from echelon.construction.random_draws import PIECE, advance, draw
 from echelon.construction.recorder import ConstructionRecorder
-from echelon.construction.tape import Tape
+from echelon.construction.tape import Tape, TensorRef
 from echelon.construction.weight_recipe import RECIPE
+from echelon.distributed.tensor_layout import Layout
 
 
 def values(parameter: Tensor) -> Tensor:
@@ -158,6 +160,62 @@ def test_one_parameter_takes_the_memory_of_itself_alone(monkeypatch: pytest.Monk
         allocated.clear()
         values(parameter)
         assert sum(allocated) == parameter.nbytes
+
+
+class Drawn(nn.Module):
+    """Weights that are drawn in order and changed number by number, larger than several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5_001, 40, padding_idx=3)
+        self.linear = nn.Linear(700, 301)
+        nn.init.trunc_normal_(self.linear.weight, 0.1, 0.02)
+        with torch.no_grad():
+            self.embed.weight.normal_(0, 0.02).add_(0.5)
+            self.embed.weight[7].zero_()
+        self.experts = nn.Parameter(torch.empty(3, 300, 200).uniform_(-1, 1).div_(3.0))
+        self.narrow = nn.Linear(301, 700).bfloat16()
+        self.sixteen = nn.Parameter(torch.empty(500, 300, dtype=torch.bfloat16).normal_(0, 0.02))
+        self.scale = nn.Parameter(torch.ones(300))
+        self.scaled = nn.Parameter(torch.randn(3, 200_000) * 2)
+        self.shifted = nn.Parameter(torch.add(torch.rand(200_000), torch.ones(200_000), alpha=3))
+        self.turned = nn.Parameter(torch.empty(400, 300).normal_().t())
+
+
+def layouts_of(shape: tuple[int, ...]) -> list[Layout]:
+    thirds = [(size // 3, size - size // 3) for size in shape]
+    cut = [Layout(shape, {dim: (thirds[dim],)}) for dim in range(len(shape))]
+    pieces = Layout(shape, {len(shape) - 1: ((0, 5), (thirds[-1][1], shape[-1]))})
+    both = Layout(shape, {dim: (thirds[dim],) for dim in range(len(shape))})
+    return [Layout(shape), *cut, pieces, both, Layout(shape, {0: ((0, 0),)})]
+
+
+def test_written_parts_are_those_of_the_whole_value() -> None:
+    torch.manual_seed(5)
+    with echelon.deferred():
+        model = Drawn()
+    after = torch.get_rng_state()
+    for name, parameter in model.named_parameters():
+        recipe, whole = getattr(parameter, RECIPE), values(parameter)
+        for layout in layouts_of(recipe.shape):
+            into = recipe.empty_part(layout, parameter.dtype, torch.device("cpu")).fill_(7)
+            recipe.write([name], layout, into)
+            expected = layout.take(whole)
+            assert torch.equal(into, expected), (name, layout)
+            assert into.stride() == expected.stride()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_drawn_weights_are_never_whole_in_memory() -> None:
+    with echelon.deferred():
+        model = Drawn()
+    whole = [name for name, p in model.named_parameters() if piecewise_values(*place_of(p)) is None]
+    assert whole == ["shifted", "turned"]
+
+
+def place_of(parameter: Tensor) -> tuple[Tape, TensorRef]:
+    recipe = getattr(parameter, RECIPE)
+    return recipe.tape, recipe.ref
 
 
 def test_other_devices_are_refused() -> None:
