@@ -120,6 +120,7 @@ def facts(ranks: int = 4, hosts: int = 2, **changed: Any) -> Record:
             "events": [[event.rank, *event.action, event.begin, event.end] for event in events],
         },
         "flops_per_step": 2.1e15,
+        "start": {"import": 4.0, "join": 0.5, "build": 2.0, "distribute": 12.5, "first step": 21.0, "compile": 17.0},
         "environment": {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "8"},
     } | changed
 

@@ -154,7 +154,10 @@ def test_memory_servers_settings_environment_and_events(whole: ElementTree.Eleme
     settings = words(section(whole, "settings"))
     assert 'amp {"dtype": "bfloat16"} script' in settings
     assert "gradient_merge 1 default" in settings
-    assert "NCCL_DEBUG WARN" in words(section(whole, "environment"))
+    environment = words(section(whole, "environment"))
+    assert "NCCL_DEBUG WARN" in environment
+    parts = "import 4 s, join 500 ms, build 2 s, distribute 12.5 s, first step 21 s; compiling took 17 s of it"
+    assert f"first step after 40 s ({parts})" in environment
     events = words(section(whole, "events"))
     assert events.index("slower than its peers") < events.index("checkpoint at step 1000")  # the newest first
 
@@ -555,3 +558,9 @@ def _check_one_figure_for_communication(directory: Path, records: list[dict[str,
     phases = [one for one in waits if one["kind"] == "communicate" and one.get("phase")]
     inside = 1e3 * sum(one["end"] - one["begin"] for one in phases) / 2
     assert inside < record["communicate"], "the exchange in forward and backward counts, too"
+
+
+def test_report_prints_the_parts_of_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_up.write(tmp_path)
+    report(str(tmp_path), None)
+    assert "report: first step after 40 s (import 4 s, join 500 ms, build 2 s, " in capsys.readouterr().out

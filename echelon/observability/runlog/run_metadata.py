@@ -110,6 +110,8 @@ class RunMetadata:
     started: start time of this attempt, seconds since the epoch
     began:   start time of the first attempt, seconds since the epoch
     commit:  git commit of the script's directory; "" if unknown
+    start:   seconds from the start of rank 0's process to the end of its first step, by part, in their order; those of
+             the compiler are among the others
     """
 
     echelon: str
@@ -135,6 +137,7 @@ class RunMetadata:
     environment: dict[str, str] = field(default_factory=dict)
     commit: str = ""
     optimizer: str = ""
+    start: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_zoo(self) -> bool:
@@ -176,6 +179,7 @@ class RunMetadata:
             environment={k: v for k, v in an_object(plain, "environment").items() if isinstance(v, str)},
             commit=text(plain, "commit"),
             optimizer=text(plain, "optimizer"),
+            start=numbers(an_object(plain, "start")),
         )
 
 

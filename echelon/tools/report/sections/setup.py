@@ -84,6 +84,7 @@ def environment_rows(facts: RunMetadata) -> Iterator[tuple[str, str]]:
     yield "optimizer", facts.optimizer
     yield "global batch", f"{batch:,}" if isinstance(batch, int) else ""
     yield "started", f"{moment(facts.started)}{f' (attempt {facts.attempt + 1})' if facts.attempt else ''}"
+    yield "first step after", start_parts(facts)
     yield "Echelon", facts.echelon
     yield "PyTorch", facts.torch
     yield "Python", facts.python
@@ -96,6 +97,20 @@ def environment_rows(facts: RunMetadata) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{facts.parameter_count:,} ({formatting.size(facts.parameter_bytes)})"
     if facts.flops_per_step:
         yield "arithmetic of a step", f"{facts.flops_per_step:.4g} FLOP"
+
+
+#: Part of a start whose seconds are among those of the other parts.
+AMONG = "compile"
+
+
+def start_parts(facts: RunMetadata) -> str:
+    """Return the time from the start of a process to the end of its first step, with its parts; "" if unknown."""
+    parts = {part: seconds for part, seconds in facts.start.items() if part != AMONG}
+    if not parts:
+        return ""
+    listed = ", ".join(f"{part} {formatting.duration(seconds)}" for part, seconds in parts.items())
+    compiled = f"; compiling took {formatting.duration(facts.start[AMONG])} of it" if facts.start.get(AMONG) else ""
+    return f"{formatting.duration(sum(parts.values()))} ({listed}{compiled})"
 
 
 @dataclass(frozen=True)
