@@ -42,7 +42,7 @@ class Layout:
         """Return a copy of this part of ``whole``."""
         for dim, ranges in self.parts.items():
             whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
-        return whole.clone(memory_format=torch.preserve_format)
+        return whole if self.parts else whole.clone(memory_format=torch.preserve_format)  # cat has copied it already
 
     def cut(self, dim: int, first: int, end: int) -> Layout:
         """Return the layout of ``first`` to ``end`` (exclusive) along ``dim`` of the local tensor."""

@@ -290,6 +290,8 @@ class ForwardBackward:
         loss = PipelineGlobalLoss(expected, rows, self._is_last, self._group, self._device, ahead, extras)
         weighing = MicroBatchWeights(self._gradients, self._loss_weights, self._objective.main_loss, rows, samples)
         self._gradients.before_backward(loss, step, staged.passes)
+        if self._fast is not None:
+            self._fast.count_pass()
         loss.close(staged.train(inputs, weighing))
         return loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -14,6 +15,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules.module import _has_any_global_hook
 
 from echelon.base.errors import first_line
+from echelon.base.formatting import things
 from echelon.fastpath.guards import PythonGuards
 from echelon.strategy.fastpath_choice import WHOLE
 
@@ -25,6 +27,8 @@ backend: str | Callable[..., Any] = "inductor"
 #: Compiled programs per code object, in addition to one for each block: for other lengths and modes. Torch's limit is 8
 #: in total, and blocks whose code reads their own index need one program each.
 SPARE = 8
+
+_LONGEST = 160  #: characters of a reason in a line
 
 #: Parts of torch's error messages for operations that fail only in compiled code.
 CANNOT = ("aot_autograd does not currently support double backward", "donated buffer")
@@ -43,6 +47,7 @@ class ModuleCompiler:
         self._recovers = False
         self._made = False  # True if any module has been compiled to a program
         self._errors = _errors()
+        self._breaks = _graph_breaks().total()
         self._unnoticed: PythonGuards | None = None
 
     def begin(self) -> None:
@@ -74,14 +79,21 @@ class ModuleCompiler:
 
     def modules(self, model: nn.Module, names: Iterable[str]) -> None:
         """Compile each of these modules. When a shape changes, the second program is compiled for any length."""
+        from echelon.parallel.zero.zero3 import compile_inside
+
         chosen = [model if name == WHOLE else model.get_submodule(name) for name in names]
         _configure(len(chosen) + SPARE)
         _report_limit(self._say)
         _forget_programs(chosen)
         code = _inside(print).__code__.replace()
         for module in chosen:
+            if compile_inside(module, lambda forward: self._compiled(forward, code)):
+                continue
             call = _entered(module, code) if _is_of_torch(module) else torch.compile(module._call_impl, backend=backend)
             put_in_place(module, self._guarded(self._counted(call), module._call_impl))
+
+    def _compiled(self, forward: Callable[..., Any], code: CodeType) -> Callable[..., Any]:
+        return self._guarded(self._counted(_with_code(forward, code)), forward)
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled version of a function, such as a loss."""
@@ -128,6 +140,17 @@ class ModuleCompiler:
                 "use_reentrant=True)"
             )
 
+    def report_graph_breaks(self) -> None:
+        """Report how often the compiler has left code in the compiled modules uncompiled, and the commonest reason."""
+        found = _graph_breaks()
+        count = found.total() - self._breaks
+        if count > 0 and not self.gave_up:
+            reason = " ".join(found.most_common(1)[0][0].split())
+            self._say(
+                f"fast: {things(count, 'graph break')} in compiled code, which runs uncompiled in between: "
+                f"{reason[:_LONGEST]}{'...' if len(reason) > _LONGEST else ''}"
+            )
+
     def failed(self, error: BaseException) -> bool:
         """Return True if the error came from the compiler or from an operation that compiled code cannot do.
 
@@ -158,9 +181,7 @@ def _entered(module: nn.Module, code: CodeType) -> Callable[..., Any]:
 
     code: code object shared by all equal modules, so that one program serves all of them
     """
-    inside = _inside(module.forward)
-    inside.__code__ = code
-    compiled: Any = torch.compile(inside, backend=backend)
+    compiled = _with_code(module.forward, code)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if "forward" in vars(module):  # user code has replaced forward since
@@ -174,6 +195,14 @@ def _entered(module: nn.Module, code: CodeType) -> Callable[..., Any]:
             del module.forward
 
     return call
+
+
+def _with_code(function: Callable[..., Any], code: CodeType) -> Callable[..., Any]:
+    """Return a compiled function; all with one code object, such as those of equal modules, share programs."""
+    inside = _inside(function)
+    inside.__code__ = code
+    compiled: Callable[..., Any] = torch.compile(inside, backend=backend)
+    return compiled
 
 
 def _inside(function: Callable[..., Any]) -> Any:
@@ -241,6 +270,13 @@ def _programs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def _graph_breaks() -> Counter[str]:
+    """Return the number of graph breaks in this process so far, by reason."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
 
 
 def _is_traced() -> bool:

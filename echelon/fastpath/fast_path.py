@@ -135,6 +135,13 @@ class FastPath:
             return ForwardPass(*self._graphs.run(batch, self._plain))
         return self._plain(batch)
 
+    def count_pass(self) -> None:
+        """Count a forward pass, or a step of a pipeline; after the first ones, report what was not compiled."""
+        self._passes += 1
+        if self._passes == EARLY + 1 and self._compiling is not None:
+            self._compiling.report_if_nothing_was_made()
+            self._compiling.report_graph_breaks()
+
     def _plain(self, batch: Any) -> ForwardPass:
         if self._compiling is None or self._compiling.gave_up:
             return self._forward(batch)
@@ -163,9 +170,7 @@ class FastPath:
 
     def _kept(self) -> PassSnapshot | None:
         """Return a snapshot of the state that a pass changes, in the first passes, which are likely to compile."""
-        self._passes += 1
-        if self._passes == EARLY + 1 and self._compiling is not None:
-            self._compiling.report_if_nothing_was_made()
+        self.count_pass()
         early = self._passes <= EARLY and self._alone
         return PassSnapshot(self._model, next(self._model.parameters()).device) if early else None
 

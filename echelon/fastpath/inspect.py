@@ -164,10 +164,7 @@ def _is_in_one_piece(plan: Plan) -> bool:
 
 
 def _only_blocks(plan: Plan) -> str | None:
-    """Return why only blocks can be compiled, or None.
-
-    Both cases give the numbers of uncompiled runs, but a gain has not been measured yet.
-    """
+    """Return why only blocks can be compiled, or None. Both cases send between blocks, outside of compiled code."""
     if plan.mesh.get("stage", 1) > 1:
         return "stages send the outputs of units"
     if plan.shard is not None and plan.shard.level == 3:
@@ -181,6 +178,8 @@ def _slow_inside(plan: Plan) -> str | None:
             f"{len(plan.sync_batch_norm)} batch norms communicate with other ranks inside forward; "
             "with sync_batch_norm=False the model is compiled"
         )
+    if plan.pipeline is not None and plan.pipeline.schedule == "zero-bubble":
+        return "schedule='zero-bubble' defers the gradients of single layers, and a compiled block computes all at once"
     return "activations are offloaded to host memory" if plan.offload else None
 
 

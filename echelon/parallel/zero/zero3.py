@@ -91,6 +91,7 @@ class ParamGatherer:
         self._uses: list[_UnitUse] = []  # uses whose unit is held by this backward
         self._held_until: dict[ShardUnit, set[int]] = {}  # gradients until which this backward holds a unit
         self.active = True
+        self.is_prepared = False  #: True while a module runs all of whose parameters have been unsharded before
         self.present, self.most = 0, 0  #: bytes of unsharded parameters now, and their maximum so far
         for unit in units:
             for parameter in unit.parameters.values():
@@ -170,6 +171,22 @@ class ParamGatherer:
                 self.release(held)
             if begins:
                 self.passes.end(complete)
+
+    @contextlib.contextmanager
+    def prepared(self, call: _ModuleCall, module: nn.Module) -> Iterator[None]:
+        """Hold all parameters of a module within the context, in which no module inside it unshards any.
+
+        Compiled code of the module is then free of calls that torch.compile cannot trace.
+        """
+        for parameter in module.parameters():
+            unit = self._of.get(id(parameter))
+            if unit is not None and unit not in call.held:
+                self._hold_for(call, unit)
+        self.is_prepared = True
+        try:
+            yield
+        finally:
+            self.is_prepared = False
 
     def _begin_forward(self) -> bool:
         if self.passes.kind == "backward" and not _in_backward():  # the last backward raised an exception
@@ -352,16 +369,20 @@ Kind = type[nn.Module]
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)  # their backward does not need the weight
 
 
-@dataclass(frozen=True)
+@dataclass
 class _HookedModule:
-    """A module whose forward and parameter access are intercepted."""
+    """A module whose forward and parameter access are intercepted.
+
+    compiled: function that is called in place of its forward, with all of its parameters unsharded
+    """
 
     unit: ShardUnit | None
     whole_model: bool
+    compiled: Callable[..., Any] | None = None
 
     @property
     def runs(self) -> bool:
-        return self.unit is not None or self.whole_model
+        return self.unit is not None or self.whole_model or self.compiled is not None
 
 
 Posts = weakref.WeakKeyDictionary[nn.Module, _HookedModule]  # excludes deep copies, which have their own parameters
@@ -392,23 +413,47 @@ def _refuse_fixed(name: str, module: nn.Module) -> None:
         raise UsageError(f"sharding: {reason}, or use level 2")
 
 
+_INNER = "_sharded_kind_and_posts"
+
+
+def compile_inside(module: nn.Module, compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Replace a sharded module's forward by a compiled one, which runs while all of its parameters are unsharded.
+
+    Returns False if the module is not sharded. Gathers and the end of their use stay outside of the compiled code.
+    """
+    inner: tuple[Kind, Posts] | None = getattr(type(module), _INNER, None)
+    post = inner[1].get(module) if inner is not None else None
+    if inner is None or post is None:
+        return False
+    post.compiled = compile(functools.partial(inner[0].forward, module))
+    return True
+
+
 def _visited(kind: Kind, posts: Posts, visits: ParamGatherer) -> Kind:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if visits.is_prepared:
+            return kind.forward(self, *args, **kwargs)
         post = posts.get(self)
         if post is None or not visits.active or not (post.runs or visits.is_outside):
             return kind.forward(self, *args, **kwargs)
         with visits.call(post.unit, post.whole_model) as call:
-            output = kind.forward(self, *args, **kwargs)
+            if post.compiled is None:
+                output = kind.forward(self, *args, **kwargs)
+            else:
+                with visits.prepared(call, self):
+                    output = post.compiled(*args, **kwargs)
             if post.unit is not None:
                 visits.watch_output(call, post.unit, output)
             return output
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = kind.__getattr__(self, name)
-        return visits.lend(value) if isinstance(value, nn.Parameter) and visits.active else value
+        if visits.is_prepared or not visits.active or not isinstance(value, nn.Parameter):
+            return value
+        return visits.lend(value)
 
-    body: dict[str, Callable[..., Any]] = {"__getattr__": __getattr__}
+    body: dict[str, Any] = {"__getattr__": __getattr__, _INNER: (kind, posts)}
     if kind.forward is not nn.Module.forward:
         body["forward"] = forward
     return type(f"Sharded{kind.__name__}", (kind,), body)

@@ -1,0 +1,131 @@
+"""Blocks stay compiled where weights are sharded or other blocks are on other ranks, with the same numbers."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run
+from torch import Tensor, nn
+
+import echelon
+from echelon import Fast, Shard, Strategy
+from echelon.fastpath import compile as compiled
+
+WIDTH, ROWS = 32, 8
+
+
+class Gate(nn.Module):
+    """A block whose scale is shared by all blocks, and so is unsharded for longer than the block."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(WIDTH), scale
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+
+class Gates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        scale = nn.Parameter(torch.ones(WIDTH))
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Gate(scale) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Torchs(Gates):
+    """The same around blocks whose forward is torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(WIDTH, 2, 64, 0.0, batch_first=True) for _ in range(4))
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, None])[:, 0]
+
+
+MODELS = {"gates": Gates, "torch's": Torchs}
+CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "shard 3": ("gates", {"shard": 3}),
+        "shard 3 of torch's blocks": ("torch's", {"shard": 3}),
+        "shard 3, bf16": ("gates", {"shard": 3, "amp": "bf16"}),
+        "shard 3, merged": ("gates", {"shard": 3, "gradient_merge": 2, "clip": 0.1}),
+        "shard 3, recompute": ("gates", {"shard": 3, "recompute": True}),
+        "stages 2": ("gates", {"stages": 2}),
+    },
+    4: {
+        "stages 2 x shard 3": ("gates", {"stages": 2, "shard": 3}),
+        "shard 3 in groups": ("gates", {"shard": Shard(level=3, within=2)}),
+    },
+}
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: dict[str, Tensor]
+    said: str
+    programs: int
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, WIDTH, generator=g), torch.randint(3, (ROWS,), generator=g)
+
+
+def train(name: str, fast: Any, options: dict[str, Any]) -> Trained:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    programs: list[Any] = []
+    compiled.backend = lambda program, inputs: programs.append(program) or lookup_backend("aot_eager")(program, inputs)
+    torch._dynamo.reset()
+    with redirect_stderr(io.StringIO()) as said:
+        model = MODELS[name]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine = echelon.distribute(
+            model, optimizer, loss=F.cross_entropy, strategy=Strategy(fast=fast, **options), sample=batch(0)
+        )
+        first, count = engine.world.data_rank, engine.plan.replicas
+        losses = [float(engine.step(*(part.chunk(count)[first] for part in batch(step)))) for step in range(5)]
+        weights = engine.whole_state()
+        engine.close()
+    return Trained(losses, weights, said.getvalue(), len(programs))
+
+
+def both_ways(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, tuple[Trained, Trained]]:
+    echelon.init()
+    fast = Fast(compile=True)
+    return {case: (train(name, False, given), train(name, fast, given)) for case, (name, given) in cases.items()}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_compiled_blocks_equal_uncompiled_without_breaks(ranks: int) -> None:
+    results = run(both_ways, CASES[ranks], ranks=ranks, timeout=300)
+    for case in CASES[ranks]:
+        for rank, (plain, quick) in enumerate(each[case] for each in results):
+            rounding = 1e-2 if "bf16" in case else 1e-6
+            assert quick.losses == pytest.approx(plain.losses, rel=rounding), case
+            for name, value in plain.weights.items():
+                torch.testing.assert_close(
+                    quick.weights[name], value, rtol=rounding, atol=rounding, msg=f"{case} {name}"
+                )
+            assert 1 <= quick.programs <= 4, (case, quick.programs)  # for inputs with and without gradients; the loss
+            assert "graph break" not in quick.said
+            assert "compile disabled" not in quick.said
+            if rank == 0:
+                assert "fast: compiled 4 blocks of blocks.*" in quick.said, case
