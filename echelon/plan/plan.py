@@ -232,7 +232,15 @@ class Plan:
         if self.no_weight_decay:
             yield f"without weight decay: {things(len(self.no_weight_decay), 'parameter')}"
         if self.sync_batch_norm:
-            yield f"batch norm: {len(self.sync_batch_norm)} layers with statistics over all replicas"
+            yield self._batch_norm_line(len(self.sync_batch_norm))
+
+    def _batch_norm_line(self, layers: int) -> str:
+        if self.pipeline is None or self.pipeline.micro_batches == 1:
+            return f"batch norm: {layers} layers with statistics over all replicas"
+        return (
+            f"batch norm: {layers} layers with the statistics of each micro-batch over all replicas; one process has "
+            "those of the whole batch, and so have stages with micro_batches=1"
+        )
 
 
 def first_difference(one: Any, other: Any, path: str = "plan") -> str | None:

@@ -31,6 +31,15 @@ def test_a_plan_survives_json() -> None:
     assert Plan.from_json(plan_for(TiedTransformer(), clip=2.0, gradient_merge=3).to_json()).hash != plan.hash
 
 
+@pytest.mark.parametrize(("micro_batches", "said"), [(1, "statistics over all replicas"), (4, "of each micro-batch")])
+def test_batch_norm_of_micro_batches_is_said(micro_batches: int, said: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    marks = collect(annotate(model, {"0": stage(0), "1": stage(1), "": pipeline(micro_batches)}))
+    optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
+    plan = make_plan(model, optimizers, Strategy(), 2, marks=marks, mesh={"replicate": 1, "stage": 2})
+    assert [line for line in plan.describe().splitlines() if line.startswith("batch norm: ") and said in line]
+
+
 def test_nonsense_is_no_plan() -> None:
     for text in ("", "{}", "[1]", '{"mesh": 3, "model": [], "buckets": []}'):
         with pytest.raises(UsageError):
