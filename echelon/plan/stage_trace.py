@@ -74,7 +74,7 @@ def record(call: Callable[[Any], Any], model: nn.Module, batch: Any, units: Mapp
 
     The call has no side effects: buffers, random number state, gradients and the batch are unchanged.
 
-    call:  runs the forward and the loss on a batch
+    call:  runs the forward and the loss on a batch; returns the loss, or outputs and the loss
     units: module name -> stage
     """
     stages = check_units(model, units)
@@ -266,10 +266,11 @@ class _StageTracer:
 
     # ---- result ----
 
-    def finish(self, result: tuple[Any, Tensor]) -> StageTrace:
-        output, loss = (self._sources(tensors_of(one)) for one in result)
+    def finish(self, result: Any) -> StageTrace:
+        *output, loss = result if isinstance(result, tuple) else (result,)
         # An output may hold what was captured inside units, such as hidden states, as long as the loss does not use it.
-        self._needs[-1] |= loss | {source for source in output if source.kind != "inner"}
+        given = self._sources(tensors_of(output))
+        self._needs[-1] |= self._sources(tensors_of(loss)) | {source for source in given if source.kind != "inner"}
         self._place_fed_buffers()
         self._refuse_what_cannot_be_shared()  # first: a layer may be skipped at random (layerdrop) and so never called
         for name, stage in self._units.items():

@@ -49,6 +49,15 @@ def test_layerdrop_in_a_pipeline_names_what_to_set() -> None:
         record(functools.partial(_loss, model), model, tiny.words(0), units)
 
 
+def test_router_loss_in_a_pipeline_names_what_to_set() -> None:
+    """Transformers collects the logits of routers with hooks: those of other stages would silently be left out."""
+    model = tiny.mixtral()
+    model.config.output_router_logits = True
+    units = {f"model.layers.{layer}": layer // 2 for layer in range(4)}
+    with pytest.raises(UsageError, match=r"made inside 'model\.layers\.0' .* config\.output_router_logits=False"):
+        record(functools.partial(_loss, model), model, tiny.words(0), units)
+
+
 def _loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**batch).loss
 
