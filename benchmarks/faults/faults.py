@@ -29,10 +29,11 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks import ROOT
+from benchmarks.faults.lossy_network import LossyNetwork
 from benchmarks.support.network import Network
 from echelon.distributed import rank_main
 
-MODES = ("data", "pipeline", "split", "shard", "ps")
+MODES = ("data", "pipeline", "split", "shard", "collective", "ps")
 STEPS = 48
 #: Seconds: after which a host, a rank counts as lost in these runs (both are options of the launcher), and after which
 #: a job that neither ended nor went on counts as hanging.
@@ -68,7 +69,11 @@ class Job:
             "PYTHONPATH": str(ROOT),
         }
         self.hosts = range(2 if mode == "ps" else 3)
-        self.launchers = [self._start(host, copies) for host in self.hosts]
+        self._copies = copies
+        self.start_all()
+
+    def start_all(self) -> None:
+        self.launchers = [self._start(host, self._copies) for host in self.hosts]
 
     def start_again(self, host: int) -> None:
         """Restart a lost server as a cluster's scheduler does: the same command, where its state is."""
@@ -178,9 +183,27 @@ def freeze_host(job: Job, host: int) -> None:
 
 
 def fill_disk(job: Job, host: int) -> None:
-    with contextlib.suppress(OSError), (job.place / "ckpt" / "junk").open("wb", buffering=0) as junk:
+    _fill(job.place / "ckpt")
+
+
+def fill_state(job: Job, host: int) -> None:
+    """The disk of a server's journal is full until the job has ended; then the same commands are given again."""
+    _fill(job.place / f"state-{host}")
+    _until(lambda: job.over(None), HANGS)
+    (job.place / f"state-{host}" / "junk").unlink()
+    if not job.finished():
+        job.start_all()
+
+
+def _fill(directory: Path) -> None:
+    with contextlib.suppress(OSError), (directory / "junk").open("wb", buffering=0) as junk:
         while True:
-            junk.write(bytes(65536))
+            junk.write(bytes(4096))
+
+
+def spoil_link(job: Job, host: int) -> None:
+    assert isinstance(job.network, LossyNetwork)
+    job.network.spoil(host, lose=0.05, double=0.05, delay=0.01)
 
 
 def corrupt_checkpoint(job: Job, host: int) -> None:
@@ -206,6 +229,8 @@ FAULTS: dict[str, Callable[[Job, int], None]] = {
     "fill-disk": fill_disk,
     "corrupt-checkpoint": corrupt_checkpoint,
     "slow-host": slow_host,
+    "spoil-link": spoil_link,
+    "fill-state": fill_state,
 }
 
 
@@ -225,8 +250,10 @@ def disturb(mode: str, fault: str, seed: int, place: Path, expected: Path) -> Ou
     draw = random.Random(f"{mode} {fault} {seed}")
     at, rest, victim = draw.randrange(6, STEPS - 10), draw.random() * 0.1, draw.randrange(2)
     outcome = Outcome(mode, fault, at + rest, victim)
-    with Network(3) as network, _small_disk(place / "ckpt", fault == "fill-disk"):
-        job = Job(network, mode, place, copies=int(mode != "ps" and fault != "corrupt-checkpoint"))
+    hosts = LossyNetwork(3) if fault == "spoil-link" else Network(3)
+    small = {"fill-disk": place / "ckpt", "fill-state": place / f"state-{victim}"}.get(fault)
+    with hosts as network, _small_disk(small):
+        job = Job(network, mode, place, copies=int(mode not in ("ps", "collective") and fault != "corrupt-checkpoint"))
         try:
             _until(lambda: job.step() >= at or job.over(None), HANGS)
             time.sleep(rest)
@@ -299,9 +326,9 @@ def _damaged(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _small_disk(path: Path, wanted: bool) -> Iterator[None]:
+def _small_disk(path: Path | None) -> Iterator[None]:
     """With room for a few checkpoints only, so that it is soon full."""
-    if not wanted:
+    if path is None:
         yield
         return
     path.mkdir(parents=True)
@@ -339,6 +366,7 @@ def main() -> None:
     asked = ask.parse_args()
     place = asked.place or Path(tempfile.mkdtemp(prefix="faults-"))
     cases = [(m, f, n) for n in range(asked.moments) for f in asked.faults for m in asked.modes]
+    cases = [case for case in cases if case[0] == "ps" or case[1] != "fill-state"]
     found: list[Outcome] = []
     with concurrent.futures.ThreadPoolExecutor(asked.at_once) as pool:
         plain = pool.map(lambda mode: undisturbed(mode, place / f"{mode}-plain"), asked.modes)

@@ -54,7 +54,8 @@ def main(mode: str, place: Path, steps: int) -> None:
     torch.set_num_threads(1)
     echelon.init(seed=3, timeout=60)
     served = mode == "ps"
-    net = Clicks() if served else network()
+    tables = mode in ("ps", "collective")
+    net = Clicks() if tables else network()
     echelon.annotate(net, MARKS.get(mode, {}))
     settings = {"ps": echelon.ParameterServer(patience=30.0), "shard": None} if served else {}
     engine = echelon.distribute(
@@ -66,7 +67,7 @@ def main(mode: str, place: Path, steps: int) -> None:
     )
     draw = torch.Generator().manual_seed(0)
     count = BATCH * 8
-    inputs = KNOWN[torch.randint(40, (count, 3), generator=draw)] if served else torch.randn(count, 6, generator=draw)
+    inputs = KNOWN[torch.randint(40, (count, 3), generator=draw)] if tables else torch.randn(count, 6, generator=draw)
     loader = engine.loader((inputs, torch.randint(3, (count,), generator=draw)), global_batch=BATCH)
     for _ in loader.epochs(steps // 8):
         for x, y in loader:
@@ -75,9 +76,9 @@ def main(mode: str, place: Path, steps: int) -> None:
             time.sleep(PAUSE)
     engine.synchronize()
     weights = engine.whole_state()
-    if served:
+    if isinstance(net, Clicks):
         with torch.no_grad():
-            weights["rows"] = net.table(KNOWN)  # type: ignore[operator]
+            weights["rows"] = net.table(KNOWN)
     if echelon.rank() == 0:
         save_file(weights, place / "final.part")
         os.replace(place / "final.part", place / "final.safetensors")

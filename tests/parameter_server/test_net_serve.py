@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -270,6 +271,29 @@ def test_restarted_server_waits_for_its_port(tmp_path: Path, monkeypatch: pytest
     link.close()
     process.stop(15)
     assert process.hold() == 143
+
+
+def test_first_caller_meets_a_whole_server(monkeypatch: pytest.MonkeyPatch):
+    """A worker that waits for a restarted server calls in the moment in which its port opens."""
+    from echelon.distributed.ps_role import find_role
+    from echelon.parameter_server.server import process
+
+    answers: list[WireMessage] = []
+
+    def opened(endpoint: str, handler: Callable[..., WireMessage], *given: Any, **options: Any) -> ServerPort:
+        port = ServerPort(endpoint, handler, *given, **options)
+        link = ServerChannel(endpoint)
+        answers.append(link.call(WireMessage({"op": "beat", "worker": 0})))
+        link.close()
+        return port
+
+    endpoint = free_endpoint()
+    role = find_role(role="server", pservers=endpoint, current_endpoint=endpoint, trainers=1)
+    monkeypatch.setattr(process, "ServerPort", opened)
+    server = process.ParameterServerProcess(role, None, OPEN)
+    assert [answer.head["ok"] for answer in answers] == [True]
+    server.stop(15)
+    assert server.hold() == 143
 
 
 def test_servers_ask_each_other_and_do_without_one_that_is_gone():

@@ -85,10 +85,11 @@ class ParameterServerProcess:
         self._code = 0
         keep = self._open_persistence if state is not None else None
         self.shard = ServerShard(role.index, len(role.endpoints), ask=self._peers.ask, directory=state, keep=keep)
+        self._arrivals, self._reason = WorkerArrivals(role, self.shard), ""
         restarted = os.environ.get(RESTARTS, "0") != "0"  # the port was free: a job does not end because it is not now
         wait = PORT_WAIT if restarted else 0.0
+        # The port comes after all that _handle uses: workers call before the constructor has returned.
         self._server = ServerPort(role.endpoints[role.index], self._handle, security, wait=wait)
-        self._arrivals, self._reason = WorkerArrivals(role, self.shard), ""
         self._figures = ServerLog(role.index, self.shard, lambda: self._server.traffic)
 
     def hold(self) -> int:
