@@ -10,6 +10,7 @@ import asyncio
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -70,13 +71,13 @@ class AuthProxy:
         network.raise_descriptor_limit()
         self.door = ProxyListener(listener, self._receive, at_most=UNPROVEN)
 
-    async def _receive(self, caller: socket.socket) -> None:
+    async def _receive(self, caller: socket.socket, know: Callable[[], None]) -> None:
         network.stay_alert(caller)
         async with asyncio.timeout(PATIENCE):
             far = await ProxyConnection.accepted(caller, self._tls)
         try:
             await far.converse(calleds_proof(self._token, self._channel))
-            self.door.know()
+            know()
             store = await ProxyConnection.called(LOOPBACK, self._behind)
         except BaseException:
             far.transport.abort()
@@ -91,7 +92,7 @@ class AuthTunnel:
         self._target, self._token = (address, port), token
         self.door = ProxyListener(network.listen(LOOPBACK, 0), self._receive, at_most=10 * UNPROVEN)
 
-    async def _receive(self, caller: socket.socket) -> None:
+    async def _receive(self, caller: socket.socket, know: Callable[[], None]) -> None:
         if not is_ours(caller):
             raise HandshakeError("it belongs to another user of this host")
         near = await ProxyConnection.accepted(caller)
@@ -100,7 +101,7 @@ class AuthTunnel:
         except BaseException:
             near.transport.abort()
             raise
-        self.door.know()
+        know()
         await join(near, far)
 
 

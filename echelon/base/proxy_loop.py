@@ -144,15 +144,19 @@ async def join(one: ProxyConnection, other: ProxyConnection) -> None:
         other.transport.close()
 
 
+Receive = Callable[[socket.socket, Callable[[], None]], Coroutine[Any, Any, None]]
+
+
 class ProxyListener:
-    """A listening socket that runs ``receive`` for every connection.
+    """A listening socket that runs ``receive(connection, know)`` for every connection; after a proof it calls ``know``.
+
+    ``know`` is an argument since the first caller can be there before the constructor has returned.
 
     at_most:  limit of unauthenticated connections, those without a call of ``know``; beyond it the oldest is dropped,
               because a peer that knows the secret would have proven it long before
     """
 
-    def __init__(self, listener: socket.socket, receive: Callable[[socket.socket], Coroutine[Any, Any, None]],
-                 at_most: int) -> None:  # fmt: skip
+    def __init__(self, listener: socket.socket, receive: Receive, at_most: int) -> None:
         listener.setblocking(False)
         self.port = int(listener.getsockname()[1])
         self.callers = 0
@@ -162,7 +166,7 @@ class ProxyListener:
         loop().call_soon_threadsafe(self._open)
 
     def know(self) -> None:
-        """Mark the current connection as authenticated; ``receive`` calls it."""
+        """Mark the current connection as authenticated."""
         task = asyncio.current_task()
         assert task is not None
         self._unproven.pop(task, None)
@@ -209,7 +213,7 @@ class ProxyListener:
 
     async def _tend(self, caller: socket.socket) -> None:
         try:
-            await self._receive(caller)
+            await self._receive(caller, self.know)
         except (OSError, HandshakeError):  # an error of one connection must not affect the others
             caller.close()
         except BaseException:

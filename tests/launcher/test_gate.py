@@ -88,6 +88,24 @@ def guarded():
         yield make
 
 
+def test_first_caller_of_a_gate_gets_through(monkeypatch):
+    """On a busy host the first caller has proven the secret before the gate's constructor has returned."""
+    behind, heard = Behind(lambda connection: connection.sendall(b"here")), []
+
+    def opened(listener, receive, at_most):
+        door = proxy_loop.ProxyListener(listener, receive, at_most)
+        with socket.create_connection(("127.0.0.1", door.port), timeout=10) as caller:
+            job_secret.prove(caller, TOKEN)
+            heard.append(caller.recv(4))
+        return door
+
+    monkeypatch.setattr(auth_proxy, "ProxyListener", opened)
+    gate = AuthProxy(network.listen("127.0.0.1", 0), behind.port, TOKEN)
+    assert heard == [b"here"]
+    gate.door.close()
+    behind.close()
+
+
 def call(port):
     return socket.create_connection(("127.0.0.1", port), timeout=20)
 
