@@ -94,10 +94,13 @@ class ServerStore:
         """
         self._set_limit(name, limit)
         ids, gradients = self._above_floor(name, ids, gradients)
-        table, events = self.tables[name], None
-        if table.spec.score is not None:
-            gradients, events = gradients[:, : table.dim], gradients[:, table.dim :]
-        self._note_evicted(name, table.push(ids, gradients, lr=rate, now=self.now, events=events))
+        table = self.tables[name]
+        if table.spec.score is None:
+            evicted = table.push(ids, gradients, lr=rate, now=self.now)
+        else:
+            grads, events = gradients[:, : table.dim], gradients[:, table.dim :]
+            evicted = table.push(ids, grads, lr=rate, now=self.now, events=events)
+        self._note_evicted(name, evicted)
         self._expire_by_time(name)
 
     def add(self, name: str, ids: Ids, changes: Floats, limit: int | None = None) -> None:
