@@ -3,7 +3,7 @@
     ADULT=DIR python -m benchmarks.parameter_server.narrow_auc [adult] [click_log] [--seeds 5] [--first 0]
            [--out results.json]
 
-One process each. DIR holds adult-train.csv.gz and adult-test.csv.gz. The click log's figure is that of 8,000 rows which
+One process each. DIR holds adult-train.csv.gz and adult-test.csv.gz. The click log's figure is that of 40,000 rows that
 the model has not seen; both data sets are the same for every seed. With --out, seeds that the file has are not run.
 """
 
@@ -24,8 +24,8 @@ from benchmarks import ROOT
 
 DTYPES = ("float32", "bf16", "int8")
 CLICK_LOG = (
-    "--model_name dcn_v2 --dataset_name click_log --hidden 64,32 --embedding_learning_rate 0.05 --batch_size 128"
-    " --num_epochs 2 --stop_at_step 0"
+    "--model_name dcn_v2 --dataset_name click_log --hidden 64,32 --embedding_learning_rate 0.1 --batch_size 256"
+    " --learning_rate 0.005 --num_sample_per_epoch 200000 --num_epochs 1 --stop_at_step 0"
 )
 
 

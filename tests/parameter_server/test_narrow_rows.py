@@ -164,7 +164,7 @@ def train(dtype: str, **options: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_narrow_tables_in_workers_and_on_servers_have_the_same_bits(dtype: str) -> None:
+def test_narrow_tables_in_workers_and_on_servers_are_equal(dtype: str) -> None:
     workers = run(train, dtype, mode="collective", ranks=2)
     servers = served(train, dtype, mode="sync", dense="allreduce", servers=3, workers=2)
     for found in (*workers, *servers):

@@ -1,4 +1,4 @@
-"""How the weights of a table's records are kept: as float32, or narrow, as bf16 or int8.
+"""The format of a table's records: weights as float32, or narrow, as bf16 or int8.
 
 The rules compute in float32 alone. Rows of a narrow table are widened for them, a part of a push at a time, and rounded
 back.
