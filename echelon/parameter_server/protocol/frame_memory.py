@@ -4,8 +4,8 @@ The caller makes a memory file (memfd: no name, freed with the processes) and of
 ends have proven the token. The server opens it through ``/proc``, which the system allows to the same user only. The
 file is sealed against becoming shorter, so that neither end can make the other fail.
 
-Each end writes into a half of its own. The receiver's arrays lie there, without a copy. When none of them is in use any
-more, the next message of the receiver says so, and the writer may use their place again.
+Each end writes into a half of its own. The receiver's long arrays lie there, without a copy. When none of them is used
+any more, the next message of the receiver says so, and the writer may use their place again.
 """
 
 from __future__ import annotations
@@ -91,14 +91,18 @@ class FrameMemory:
         """Return the arrays that the other end has written at ``offset``; they last as long as they are used."""
         if offset < 0 or offset + sum(map(_aligned, sizes)) > HALF:
             raise WireMessageError(f"a message of {sum(sizes)} bytes at {offset} lies outside the shared memory")
-        found, number = [], self._taken
-        used = _Use(self._unused, number)
+        found, used = [], _Use(self._unused, self._taken)
         for size in sizes:
-            found.append(np.frombuffer(self._map, np.uint8, size, self._others + offset) if size else _NOTHING)
-            if size:
-                weakref.finalize(found[-1], used.end).atexit = False  # views of it keep it alive
+            array = np.frombuffer(self._map, np.uint8, size, self._others + offset) if size else _NOTHING
+            if size < LEAST:
+                array = array.copy()  # such as a worker's state, which a server keeps
+            else:
+                weakref.finalize(array, used.end).atexit = False  # views of it keep it alive
                 used.arrays += 1
+            found.append(array)
             offset += _aligned(size)
+        if not used.arrays:
+            self._unused.add(self._taken)
         self._taken += 1
         return found
 
