@@ -176,20 +176,17 @@ def share_host_memory(group: dist.ProcessGroup, files: int, timeout: float, noun
             listener.bind(f"{folder}/bell")
             listener.listen(ranks)
             place = f"{folder}/bell"
-        places: list[list[str]] = gather_json([_host(), place], group)
+        told: list[list[str]] = gather_json([_host(), place], group)
+        places = [place for _, place in told]
+        alike = all(host == told[0][0] for host, _ in told)
         made = None
-        if all(host == places[0][0] and place for host, place in places):
-            sockets: dict[int, socket.socket] = {}
-            shared: dict[int, Sequence[MemoryFile]] = {}
-            is_met = _meet(rank, listener, [place for _, place in places], files, sockets, shared)
-            made = HostMemory(rank, sockets, shared, timeout, noun, what)
-            if not is_met:
-                made.close()
-                made = None
-        if all(gather_json(made is not None, group)):
-            return made
-    if made is not None:
-        made.close()
+        if all(gather_json(alike and all(os.access(each, os.W_OK) for each in places), group)):
+            made = _met(rank, listener, places, files)
+        found = None if made is None else HostMemory(rank, *made, timeout, noun, what)
+        if all(gather_json(found is not None, group)):
+            return found
+    if found is not None:
+        found.close()
     return None
 
 
@@ -209,15 +206,12 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _meet(
-    rank: int,
-    listener: socket.socket,
-    places: Sequence[str],
-    count: int,
-    bells: dict[int, socket.socket],
-    files: dict[int, Sequence[MemoryFile]],
-) -> bool:
-    """Connect with every other rank and swap memory files with it; return False if that fails."""
+def _met(
+    rank: int, listener: socket.socket, places: Sequence[str], count: int
+) -> tuple[dict[int, socket.socket], dict[int, Sequence[MemoryFile]]] | None:
+    """Connect with every other rank and swap memory files with it; None if that fails."""
+    bells: dict[int, socket.socket] = {}
+    files: dict[int, Sequence[MemoryFile]] = {}
     try:
         files[rank] = [MemoryFile.create() for _ in range(count)]
         for other in range(rank):
@@ -234,6 +228,10 @@ def _meet(
         for other, bell in bells.items():
             _, handles, _, _ = socket.recv_fds(bell, 1, count)
             files[other] = [MemoryFile(handle) for handle in handles]
-        return all(len(each) == count for each in files.values())
+        if all(len(each) == count for each in files.values()):
+            return bells, files
     except (OSError, struct.error):
-        return False
+        pass
+    for each in (*bells.values(), *(file for of_rank in files.values() for file in of_rank)):
+        each.close()
+    return None
