@@ -41,7 +41,7 @@ class SpanRecorder(Protocol):
     def waited(self, wait: waiting, at: float) -> None: ...
     def called(self, call: str, since: float, phase_since: float) -> None: ...
     def acted(self, action: Any, since: float) -> None: ...
-    def summed(self, call: str, since: float, size: int, whom: Whom, key: str) -> None: ...
+    def summed(self, call: str, since: float, waited: float, size: int, whom: Whom, key: str) -> None: ...
     def record_request(
         self, kind: str, since: float, sent: Sequence[ServerMessage], answers: Sequence[Future[Any]]
     ) -> None: ...
@@ -92,6 +92,10 @@ class Activity:
     def record_with(self, recorder: SpanRecorder | None) -> None:
         """Record steps with this recorder from now on; None ends recording."""
         self.recorder = recorder
+
+    def now(self) -> float:
+        """Return the time on the clock of all waits."""
+        return monotonic()
 
     def end_step(self) -> None:
         """Count a finished step."""

@@ -78,9 +78,13 @@ class TraceRecorder:
             more = {"action": kind, "micro": micro, "stage": stage}
             self.spans.append(Span(f"{kind}{micro}", _ACTIONS[kind], HOST, since, now(), self.step, more=more))
 
-    def summed(self, call: str, since: float, size: int, whom: Whom, key: str) -> None:
-        """Record a sum in memory that ranks share, which is no message; ``key`` is the same on all its ranks."""
-        more = {"key": key, "told": True}
+    def summed(self, call: str, since: float, waited: float, size: int, whom: Whom, key: str) -> None:
+        """Record a sum in memory that ranks share, which is no message.
+
+        waited: time from which on this rank has waited for the others and added up
+        key:    identifier of the sum, which is the same on all its ranks
+        """
+        more = {"key": key, "told": True, "waited": waited}
         span = Span(call, "communicate", NETWORK, since, now(), self.step, size, describe_ranks(whom), more)
         self.spans.append(span)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -104,7 +103,7 @@ class HostAllReduce:
     @torch.no_grad()
     def start(self) -> None:
         self._begun = self._added
-        self._since = monotonic() if activity.recorder is not None else 0.0
+        self._since = activity.now() if activity.recorder is not None else 0.0
         self._copy_ahead()
 
     def turn(self) -> None:
@@ -112,6 +111,7 @@ class HostAllReduce:
 
     @torch.no_grad()
     def finish(self) -> None:
+        waited = activity.now()
         with waiting(self._call, self._what, self._group):
             for chunk in self._chunks:
                 self._sums.wait(self._number, self._added + 1)
@@ -120,7 +120,7 @@ class HostAllReduce:
                 self._copy_ahead()
         if self._since and activity.recorder is not None:
             key = f"{self._group.group_name}/memory/{self._number}/{self._begun}"
-            activity.recorder.summed(self._call, self._since, self._row.nbytes, self._group, key)
+            activity.recorder.summed(self._call, self._since, waited, self._row.nbytes, self._group, key)
 
     def _copy_ahead(self) -> None:
         """Copy the next chunks of this rank's numbers to their places, and ring."""
