@@ -79,7 +79,7 @@ class ModuleCompiler:
 
     def modules(self, model: nn.Module, names: Iterable[str]) -> None:
         """Compile each of these modules. When a shape changes, the second program is compiled for any length."""
-        from echelon.parallel.zero.zero3 import compile_inside
+        from echelon.parallel.zero.sharded_modules import compile_inside
 
         chosen = [model if name == WHOLE else model.get_submodule(name) for name in names]
         _configure(len(chosen) + SPARE)

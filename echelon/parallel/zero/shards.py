@@ -20,8 +20,9 @@ from echelon.distributed.tensor_layout import Layout
 from echelon.parallel.zero.reduce_scatter import ShardBucket, ShardReducer
 from echelon.parallel.zero.row_partition import RowPartition, cut_all
 from echelon.parallel.zero.shard_unit import Offload, ShardUnit
+from echelon.parallel.zero.sharded_modules import visit_modules
 from echelon.parallel.zero.wrap_policy import SMALL, find_units
-from echelon.parallel.zero.zero3 import ParamGatherer, visit_modules
+from echelon.parallel.zero.zero3 import ParamGatherer
 from echelon.parallel.zero.zero12 import ReplicatedParams
 from echelon.parallel.zero.zero_collectives import ShardCollectives
 

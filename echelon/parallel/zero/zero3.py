@@ -1,8 +1,8 @@
 """ZeRO level 3: a unit's parameters are unsharded while its module runs, and while its backward needs them.
 
-Forward: the module's class is replaced by one that unshards before forward and reshards afterwards. A parameter that is
-used outside of its own module is gathered when it is read as an attribute of its module, and stays until the module
-that is running then has finished.
+Forward: the module's class is replaced by one that unshards before forward and reshards afterwards
+(sharded_modules.py). A parameter that is used outside of its own module is gathered when it is read as an attribute of
+its module, and stays until the module that is running then has finished.
 
 Backward: for weights that autograd would save, and for 16-bit copies that autocast makes of them, saved-tensor hooks
 save a note instead. When autograd unpacks the note, the unit is gathered; it is resharded when the last note of that
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,6 @@ from echelon.optim.foreach import HALVES
 from echelon.parallel.zero.gather_order import GatherOrder
 from echelon.parallel.zero.shard_unit import ShardUnit
 from echelon.parallel.zero.zero_collectives import ShardCollectives
-from echelon.plan.called_modules import why_fixed
 
 
 @dataclass(eq=False)
@@ -110,6 +109,11 @@ class ParamGatherer:
 
     # ---- holders of units ----
 
+    def units_of(self, module: nn.Module) -> list[ShardUnit]:
+        """Return the units of all parameters of a module and of those inside it."""
+        units = (self._of.get(id(parameter)) for parameter in module.parameters())
+        return list({id(unit): unit for unit in units if unit is not None}.values())
+
     def hold(self, unit: ShardUnit) -> None:
         if not unit.here:
             with torch.inference_mode(False):  # parameters gathered in evaluation may still be used in training
@@ -173,14 +177,13 @@ class ParamGatherer:
                 self.passes.end(complete)
 
     @contextlib.contextmanager
-    def prepared(self, call: _ModuleCall, module: nn.Module) -> Iterator[None]:
-        """Hold all parameters of a module within the context, in which no module inside it unshards any.
+    def prepared(self, call: _ModuleCall, units: Sequence[ShardUnit]) -> Iterator[None]:
+        """Hold all units that a module uses within the context, in which no module inside it unshards any.
 
         Compiled code of the module is then free of calls that torch.compile cannot trace.
         """
-        for parameter in module.parameters():
-            unit = self._of.get(id(parameter))
-            if unit is not None and unit not in call.held:
+        for unit in units:
+            if unit not in call.held:
                 self._hold_for(call, unit)
         self.is_prepared = True
         try:
@@ -361,99 +364,3 @@ def _uncached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-
-
-# ---- classes: replacing a module's class keeps the module's identity, and works for its deep copies ----
-
-Kind = type[nn.Module]
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)  # their backward does not need the weight
-
-
-@dataclass
-class _HookedModule:
-    """A module whose forward and parameter access are intercepted.
-
-    compiled: function that is called in place of its forward, with all of its parameters unsharded
-    """
-
-    unit: ShardUnit | None
-    whole_model: bool
-    compiled: Callable[..., Any] | None = None
-
-    @property
-    def runs(self) -> bool:
-        return self.unit is not None or self.whole_model or self.compiled is not None
-
-
-Posts = weakref.WeakKeyDictionary[nn.Module, _HookedModule]  # excludes deep copies, which have their own parameters
-
-
-def visit_modules(model: nn.Module, units: Mapping[str, ShardUnit], visits: ParamGatherer) -> None:
-    """Unshard units when their modules run, and parameters when they are read from their modules."""
-    posts: Posts = weakref.WeakKeyDictionary()
-    visited = functools.cache(functools.partial(_visited, posts=posts, visits=visits))  # equal blocks share a class
-    for name, module in model.named_modules():
-        unit = units.get(name)
-        if unit is not None or not name or any(visits.brings(p) for p in module._parameters.values()):
-            _refuse_fixed(name, module)
-            posts[module] = _HookedModule(unit, whole_model=not name)
-            module.__class__ = visited(type(module))  # type: ignore[arg-type]
-        if unit is not None:
-            unit.embedding_only = all(isinstance(owner, EMBEDDINGS) for owner in _owners(module, unit))
-
-
-def _owners(module: nn.Module, unit: ShardUnit) -> Iterator[nn.Module]:
-    inside = {id(parameter) for parameter in unit.parameters.values()}
-    return (m for m in module.modules() if any(id(p) in inside for p in m._parameters.values()))
-
-
-def _refuse_fixed(name: str, module: nn.Module) -> None:
-    reason = why_fixed(name, module)
-    if reason is not None:
-        raise UsageError(f"sharding: {reason}, or use level 2")
-
-
-_INNER = "_sharded_kind_and_posts"
-
-
-def compile_inside(module: nn.Module, compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Replace a sharded module's forward by a compiled one, which runs while all of its parameters are unsharded.
-
-    Returns False if the module is not sharded. Gathers and the end of their use stay outside of the compiled code.
-    """
-    inner: tuple[Kind, Posts] | None = getattr(type(module), _INNER, None)
-    post = inner[1].get(module) if inner is not None else None
-    if inner is None or post is None:
-        return False
-    post.compiled = compile(functools.partial(inner[0].forward, module))
-    return True
-
-
-def _visited(kind: Kind, posts: Posts, visits: ParamGatherer) -> Kind:
-    @functools.wraps(kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if visits.is_prepared:
-            return kind.forward(self, *args, **kwargs)
-        post = posts.get(self)
-        if post is None or not visits.active or not (post.runs or visits.is_outside):
-            return kind.forward(self, *args, **kwargs)
-        with visits.call(post.unit, post.whole_model) as call:
-            if post.compiled is None:
-                output = kind.forward(self, *args, **kwargs)
-            else:
-                with visits.prepared(call, self):
-                    output = post.compiled(*args, **kwargs)
-            if post.unit is not None:
-                visits.watch_output(call, post.unit, output)
-            return output
-
-    def __getattr__(self: nn.Module, name: str) -> Any:
-        value = kind.__getattr__(self, name)
-        if visits.is_prepared or not visits.active or not isinstance(value, nn.Parameter):
-            return value
-        return visits.lend(value)
-
-    body: dict[str, Any] = {"__getattr__": __getattr__, _INNER: (kind, posts)}
-    if kind.forward is not nn.Module.forward:
-        body["forward"] = forward
-    return type(f"Sharded{kind.__name__}", (kind,), body)
