@@ -10,11 +10,13 @@ from echelon.nn.packed_attention import packed_attention
 if TYPE_CHECKING:
     from echelon.parallel.data.gather_batch import gather_batch
     from echelon.parameter_server.worker.sparse_embedding import SparseEmbedding
+    from echelon.strategy.show_click_score import ShowClickScore
 
 __all__ = [
     "Bounds",
     "MoE",
     "Packed",
+    "ShowClickScore",
     "SparseEmbedding",
     "gather_batch",
     "mean_over_samples",
@@ -27,6 +29,7 @@ __all__ = [
 __getattr__ = late_import(
     __name__,
     {
+        "ShowClickScore": "echelon.strategy.show_click_score",
         "SparseEmbedding": "echelon.parameter_server.worker.sparse_embedding",
         "gather_batch": "echelon.parallel.data.gather_batch",
     },

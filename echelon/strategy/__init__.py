@@ -18,7 +18,6 @@ from echelon.strategy.parts import (
     Reduction,
     Shard,
 )
-from echelon.strategy.show_click_score import ShowClickScore
 from echelon.strategy.strategy import Strategy
 
 __all__ = [
@@ -38,6 +37,5 @@ __all__ = [
     "Recompute",
     "Reduction",
     "Shard",
-    "ShowClickScore",
     "Strategy",
 ]

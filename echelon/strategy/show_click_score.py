@@ -18,7 +18,7 @@ class ShowClickScore:
     threshold: lowest score with which a row stays, default 0.8
     clicks:    index of the tensor of a batch that tells which samples were clicked, default -1, the last one
 
-    >>> embedding = echelon.nn.SparseEmbedding(16, score=echelon.strategy.ShowClickScore(threshold=0.5))
+    >>> embedding = echelon.nn.SparseEmbedding(16, score=echelon.nn.ShowClickScore(threshold=0.5))
     """
 
     show: float = 0.1
