@@ -176,9 +176,9 @@ def share_host_memory(group: dist.ProcessGroup, files: int, timeout: float, noun
             listener.bind(f"{folder}/bell")
             listener.listen(ranks)
             place = f"{folder}/bell"
-        told: list[list[str]] = gather_json([_host(), place], group)
-        places = [place for _, place in told]
-        alike = all(host == told[0][0] for host, _ in told)
+        hosts_and_places: list[list[str]] = gather_json([_host(), place], group)
+        places = [place for _, place in hosts_and_places]
+        alike = all(host == hosts_and_places[0][0] for host, _ in hosts_and_places)
         made = None
         if all(gather_json(alike and all(os.access(each, os.W_OK) for each in places), group)):
             made = _met(rank, listener, places, files)

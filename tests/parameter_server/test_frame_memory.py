@@ -56,7 +56,7 @@ def assert_doubled(answer: WireMessage, number: int, size: int) -> None:
         np.testing.assert_array_equal(got, 2 * sent)
 
 
-def test_messages_of_all_lengths_arrive_many_at_once_and_over_breaks() -> None:
+def test_messages_of_all_lengths_arrive_at_once_and_over_breaks() -> None:
     sizes = [3, 8000, 9000, 300_000, 1_500_000, HALF // 4 + 1]
     with serving() as (_, link):
         for turn in range(6):
@@ -83,7 +83,7 @@ def test_what_a_receiver_keeps_stays_as_it_was() -> None:
             np.testing.assert_array_equal(kept.arrays[0], message(n, 100_000).arrays[0])
 
 
-def test_memory_is_used_again_when_nobody_looks_at_it() -> None:
+def test_memory_is_used_again_when_its_arrays_are_gone() -> None:
     with serving() as (_, link):
         for n in range(60):
             assert_doubled(link.call(message(n, 200_000)), n, 200_000)
@@ -95,7 +95,7 @@ def test_memory_is_used_again_when_nobody_looks_at_it() -> None:
         assert len(memory._held) <= 1
 
 
-def test_a_server_that_dies_leaves_nothing_waiting_and_the_next_one_shares_memory_again() -> None:
+def test_a_new_server_answers_what_waits_and_shares_memory_again() -> None:
     endpoint = free_endpoint()
     first = Process(endpoint)
     link = ServerChannel(endpoint, timeout=30)
