@@ -80,6 +80,7 @@ class ModuleCompiler:
     def modules(self, model: nn.Module, names: Iterable[str]) -> None:
         """Compile each of these modules. When a shape changes, the second program is compiled for any length."""
         from echelon.parallel.zero.sharded_modules import compile_inside
+        from echelon.plan.fake_forward import is_placeholder
 
         chosen = [model if name == WHOLE else model.get_submodule(name) for name in names]
         _configure(len(chosen) + SPARE)
@@ -87,6 +88,8 @@ class ModuleCompiler:
         _forget_programs(chosen)
         code = _inside(print).__code__.replace()
         for module in chosen:
+            if any(is_placeholder(parameter) for parameter in module.parameters()):
+                continue  # another stage runs it; here it computes shapes
             if compile_inside(module, lambda forward: self._compiled(forward, code)):
                 continue
             call = _entered(module, code) if _is_of_torch(module) else torch.compile(module._call_impl, backend=backend)
@@ -102,12 +105,16 @@ class ModuleCompiler:
         return self._guarded(torch.compile(inside, backend=backend), function)
 
     def _guarded(self, compiled: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+        from torch._subclasses.fake_tensor import FakeTensor
+
         def call(*args: Any, **kwargs: Any) -> Any:
             again = _is_in_backward()
             if not self.in_step and not again:  # called from a user-written loop
                 self.begin()
             # Evaluation runs uncompiled: its shapes and modes would be compiled again, mostly for a few batches.
             if self.gave_up or not torch.is_grad_enabled() or _is_traced() or (again and not _is_recomputing()):
+                return plain(*args, **kwargs)
+            if any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):  # in a pass of another stage
                 return plain(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)

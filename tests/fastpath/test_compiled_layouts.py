@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from contextlib import redirect_stderr
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from harness import run
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import echelon
 from echelon import Fast, Shard, Strategy
@@ -68,6 +70,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "shard 3, merged": ("gates", {"shard": 3, "gradient_merge": 2, "clip": 0.1}),
         "shard 3, recompute": ("gates", {"shard": 3, "recompute": True}),
         "stages 2": ("gates", {"stages": 2}),
+        "interleaved": ("gates", {"stages": echelon.pipeline(stages=4, schedule="interleaved", micro_batches=2)}),
     },
     4: {
         "stages 2 x shard 3": ("gates", {"stages": 2, "shard": 3}),
@@ -88,15 +91,27 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH, generator=g), torch.randint(3, (ROWS,), generator=g)
 
 
-def train(name: str, fast: Any, options: dict[str, Any]) -> Trained:
+def compile_for_memory(programs: list[Any], program: Any, inputs: Any) -> Any:
+    """Compile a program that, as kernels do, needs the memory of what it is given."""
     from torch._dynamo.backends.registry import lookup_backend
 
+    made = lookup_backend("aot_eager")(program, inputs)
+    programs.append(program)
+
+    def run(*given: Any) -> Any:
+        assert not any(isinstance(value, FakeTensor) for value in given)
+        return made(*given)
+
+    return run
+
+
+def train(name: str, fast: Any, options: dict[str, Any]) -> Trained:
     programs: list[Any] = []
-    compiled.backend = lambda program, inputs: programs.append(program) or lookup_backend("aot_eager")(program, inputs)
+    compiled.backend = functools.partial(compile_for_memory, programs)
     torch._dynamo.reset()
     with redirect_stderr(io.StringIO()) as said:
         model = MODELS[name]()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         engine = echelon.distribute(
             model, optimizer, loss=F.cross_entropy, strategy=Strategy(fast=fast, **options), sample=batch(0)
         )
