@@ -128,6 +128,9 @@ class SimulatedConnection:
             raise ConnectionRefusedError("Connection refused")
         return port
 
+    def share_memory(self, seconds: float) -> None:
+        """Share none: all messages go through this network."""
+
     def open(self, seconds: float) -> None:
         port = self._reach(seconds)
         active().sleep(self.network.latency())
@@ -219,6 +222,8 @@ class SimulatedConnection:
 
 class _Carried:
     """The bytes of a message, as a stream has them."""
+
+    memory = None  # shared with another process
 
     def __init__(self, message: PackedMessage) -> None:
         self._left = memoryview(b"".join(bytes(buffer) for buffer in message.buffers))
