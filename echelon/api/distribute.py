@@ -320,9 +320,9 @@ def _backend(
             "ps='collective' keeps tables in the workers, and this job has parameter servers; start it with 'echelon "
             f"run --procs {world.size} ...', or choose another mode, such as ps='sync'"
         )
-    from echelon.parameter_server.worker.session import ParameterServerSession
+    from echelon.parameter_server.worker.device_session import session_of
 
-    session = ParameterServerSession(requested or ParameterServer(), world.role, world.seed, model, world.device)
+    session = session_of(requested or ParameterServer(), world, model)
     if session.dense and len(optimizers) > 1:
         raise UsageError("parameter servers run one optimizer; give one, or ParameterServer(dense='allreduce')")
     return session

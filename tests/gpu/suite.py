@@ -38,6 +38,8 @@ FILES = (
     "parallel/test_gather_batch.py",
     "gpu/test_gpu_models.py",
     "gpu/test_gpu_servers.py",
+    "gpu/test_gpu_tables.py",
+    "parameter_server/test_device_training.py",
     "parallel/test_evaluate.py",
     "parallel/test_batch_norm.py",
     "parallel/test_hybrid_use.py",

@@ -30,7 +30,8 @@ from echelon.parameter_server.persistence.journal import replay
 from echelon.parameter_server.persistence.snapshot import PersistableShard, SnapshotFile, SnapshotFileStats
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.protocol.message import WireMessage
-from echelon.parameter_server.table import BucketRows, Table
+from echelon.parameter_server.table import BucketRows
+from echelon.parameter_server.table.row_table import RowTable
 
 MANIFEST = "manifest.json"
 
@@ -205,7 +206,7 @@ def restore(shard: RestorableShard, directory: Path, manifest: Manifest) -> int:
         raise
 
 
-def _put(tables: Mapping[str, Table], file: SnapshotFile) -> None:
+def _put(tables: Mapping[str, RowTable], file: SnapshotFile) -> None:
     """Put the rows of a base or a delta into the tables, and mark them as saved."""
     for name, places in file.places.items():
         if name not in tables:
@@ -219,7 +220,7 @@ def _put(tables: Mapping[str, Table], file: SnapshotFile) -> None:
             table.mark_clean(bucket)
 
 
-def put_rows(table: Table, name: str, bucket: int, rows: BucketRows, path: Path) -> None:
+def put_rows(table: RowTable, name: str, bucket: int, rows: BucketRows, path: Path) -> None:
     """Put rows of a file into a table. Raises ``CheckpointError`` if they have another shape."""
     if rows.records.ndim != 2 or rows.records.shape[1] != table.words or len(rows.records) != len(rows.ids):
         raise CheckpointError(

@@ -24,7 +24,8 @@ from echelon.checkpoint.os_errors import cannot_write, open_regular_handle
 from echelon.parameter_server.persistence.file_record import MessageRecord, TornRecord, encode, read, write_all
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.dense import DenseShard
-from echelon.parameter_server.table import BucketRows, Table
+from echelon.parameter_server.table import BucketRows
+from echelon.parameter_server.table.row_table import RowTable
 
 FORMAT = 1
 #: Small buckets are copied together up to this many bytes or seconds: taking a busy lock a thousand times would make a
@@ -41,7 +42,7 @@ class PersistableShard(Protocol):
     def lsn(self) -> int: ...
 
     @property
-    def tables(self) -> Mapping[str, Table]: ...
+    def tables(self) -> Mapping[str, RowTable]: ...
 
     @property
     def dense(self) -> DenseShard: ...
@@ -135,7 +136,7 @@ def _write_table(
     return places
 
 
-def _take(table: Table, left: list[int], delta: bool, clean: bool) -> list[tuple[int, BucketRows]]:
+def _take(table: RowTable, left: list[int], delta: bool, clean: bool) -> list[tuple[int, BucketRows]]:
     """Copy the next bucket of ``left`` (from its end), and more buckets if they are small."""
     taken: list[tuple[int, BucketRows]] = []
     nbytes, until = 0, time.monotonic() + _MOMENT

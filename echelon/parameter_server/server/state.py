@@ -23,7 +23,7 @@ from echelon.parameter_server.server.modes import MODES, SyncMode, UpdateMode
 from echelon.parameter_server.server.monotonic_time import MonotonicTime
 from echelon.parameter_server.server.staleness import Staleness
 from echelon.parameter_server.server.store import ServerStore
-from echelon.parameter_server.table import Table
+from echelon.parameter_server.table.row_table import RowTable, TableMaker, host_table
 
 log = logging.getLogger("echelon.parameter_server")
 
@@ -59,6 +59,7 @@ class ServerState:
     the same bits.
 
     directory:  directory for tables with a disk tier
+    make_table: function that makes a table; default: in host memory
     keep:       function that makes the persistence of a job that opens; None: nothing outlives the process
     """
 
@@ -71,6 +72,7 @@ class ServerState:
         keep: Callable[[Any], PersistenceProtocol | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        make_table: TableMaker = host_table,
     ) -> None:
         self.server, self.servers = index, servers
         self.lock = threading.RLock()
@@ -83,6 +85,7 @@ class ServerState:
         self.counts = {"pulls": 0, "pushes": 0, "duplicates": 0, "waited": 0.0}
         self._directory = directory
         self._keep = keep
+        self._make_table = make_table
         self._clock = clock
         self._time = MonotonicTime(wall, clock)
         self._changes = _changes(self)
@@ -93,7 +96,7 @@ class ServerState:
             self.opened = False
             if self.persistence is not None:
                 self.persistence.close()
-            self.job, self.store = job, ServerStore(job, self.server, self._directory)
+            self.job, self.store = job, ServerStore(job, self.server, self._directory, self._make_table)
             self.layout = ShardRequestSchema(job, self.store.buckets, self.store.dense)
             self.members = JobWorkers(job.trainers)
             self.mode: UpdateMode = MODES[job.mode](job, self.store, self.members, self._finish_passes)
@@ -119,7 +122,7 @@ class ServerState:
             raise
 
     @property
-    def tables(self) -> Mapping[str, Table]:
+    def tables(self) -> Mapping[str, RowTable]:
         return self.store.tables
 
     @property

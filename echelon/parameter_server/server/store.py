@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from echelon.parameter_server.protocol.hashing import bucket_of, owned_by
 from echelon.parameter_server.protocol.job_spec import BUCKETS, JobSpec, TableSpec
 from echelon.parameter_server.server.dense import DenseShard, Floats
-from echelon.parameter_server.table import Table
+from echelon.parameter_server.table.row_table import RowTable, TableMaker, host_table
 
 Ids = NDArray[np.int64]
 
@@ -32,9 +32,13 @@ class ServerStore:
     are skipped.
     """
 
-    def __init__(self, job: JobSpec, server: int, directory: Path | None = None) -> None:
+    def __init__(
+        self, job: JobSpec, server: int, directory: Path | None = None, make_table: TableMaker = host_table
+    ) -> None:
         self.buckets = owned_by(server, BUCKETS, job.servers)
-        self.tables = {spec.name: self._table(spec, directory) for spec in job.tables}
+        self.tables: dict[str, RowTable] = {
+            spec.name: make_table(spec, self.buckets, directory, self._capacity(spec)) for spec in job.tables
+        }
         self.dense = DenseShard(job, server)
         self.begun = not self.dense.size
         self.passes = 0
@@ -44,9 +48,6 @@ class ServerStore:
         self.floors: dict[str, NDArray[np.int64]] = {}
         self.dense_floor = 0
         self.evicted: list[tuple[str, Ids]] = []  #: evicted ids that are not journaled yet
-
-    def _table(self, spec: TableSpec, directory: Path | None) -> Table:
-        return Table(spec, buckets=self.buckets, directory=directory, capacity=self._capacity(spec))
 
     def _capacity(self, spec: TableSpec) -> int | None:
         """Return the row limit of this server until a worker sends the limit that the other servers leave.
@@ -100,15 +101,15 @@ class ServerStore:
         else:
             grads, events = gradients[:, : table.dim], gradients[:, table.dim :]
             evicted = table.push(ids, grads, lr=rate, now=self.now, events=events)
-        self._note_evicted(name, evicted)
-        self._expire_by_time(name)
+        self.note_evicted(name, evicted)
+        self.expire_by_time(name)
 
     def add(self, name: str, ids: Ids, changes: Floats, limit: int | None = None) -> None:
         """Add the changes that a geo worker sent to the records."""
         self._set_limit(name, limit)
         ids, changes = self._above_floor(name, ids, changes)
-        self._note_evicted(name, self.tables[name].add(ids, changes, now=self.now))
-        self._expire_by_time(name)
+        self.note_evicted(name, self.tables[name].add(ids, changes, now=self.now))
+        self.expire_by_time(name)
 
     def update_dense(self, gradient: Floats, groups: list[dict[str, Any]]) -> None:
         if self._lsn > self.dense_floor:
@@ -140,7 +141,7 @@ class ServerStore:
         if limit is not None and table.capacity is not None:  # None: a replay, which evicts only what was journaled
             table.capacity = limit
 
-    def _note_evicted(self, name: str, ids: Ids) -> None:
+    def note_evicted(self, name: str, ids: Ids) -> None:
         if len(ids):
             self.evicted.append((name, ids))
 
@@ -150,7 +151,7 @@ class ServerStore:
         keep = self.floors[name][bucket_of(ids, BUCKETS)] < self._lsn
         return ids[keep], rows[keep]
 
-    def _expire_by_time(self, name: str) -> None:
+    def expire_by_time(self, name: str) -> None:
         """Remove rows that expire by time, if an eighth of ``expire_seconds`` has passed since the last removal.
 
         An eighth is often enough to free memory in time, and rare enough to cost nothing.

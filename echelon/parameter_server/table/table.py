@@ -21,6 +21,7 @@ from echelon.parameter_server.table import claims, records
 from echelon.parameter_server.table.arena import ROWS, STUCK, Arena
 from echelon.parameter_server.table.compiled import readable
 from echelon.parameter_server.table.eviction import OLDEST, RAREST, select_evictions
+from echelon.parameter_server.table.fullness import check_evicted, rows_to_evict
 from echelon.parameter_server.table.index import EMPTY, USED, BucketIndex, Int64s, find
 from echelon.parameter_server.table.record_format import record_format
 from echelon.parameter_server.table.records import (
@@ -243,20 +244,8 @@ class Table:
         if self.capacity is None or len(self) + len(ids) <= self.capacity:
             return _NO_IDS
         made = claims.newcomers(ids, self._index.regions, self._shape[records.SEED], self._admission)
-        over = len(self) + made - self.capacity
-        if over <= 0:
-            return _NO_IDS
-        if self.spec.on_full == "error":
-            raise EchelonError(
-                f"table '{self.spec.name}' is full: {len(self):,} of {self.capacity:,} rows here, and {made:,} new ids "
-                "arrived; raise capacity, or set on_full to 'lru' or 'lfu'"
-            )
-        if made > self.capacity:
-            raise EchelonError(
-                f"table '{self.spec.name}': one push brings {made:,} new ids, but {self.capacity:,} rows are all it "
-                "may hold here; raise capacity"
-            )
-        return self._evict(ids, over)
+        over = rows_to_evict(self.spec, self.capacity, len(self), made)
+        return self._evict(ids, over) if over else _NO_IDS
 
     def _evict(self, ids: Int64s, over: int) -> Int64s:
         arena, capacity = self._arena, self.capacity or 0
@@ -265,11 +254,7 @@ class Table:
         records.set_flags(own, arena.words32, self.words, _ALL, PINNED)
         evicted = select_evictions(self._index.regions, arena.words32, self.words, score, max(over, capacity // 16))
         records.set_flags(own, arena.words32, self.words, _ALL ^ PINNED, 0)
-        if len(evicted) < over:
-            raise EchelonError(
-                f"table '{self.spec.name}': one push touches more rows than the {capacity:,} it may hold here; "
-                "raise capacity"
-            )
+        check_evicted(self.spec, capacity, len(evicted), over)
         return self._release(evicted)
 
     def _release(self, ids: Int64s) -> Int64s:
@@ -423,6 +408,23 @@ class Table:
             if (bucket_of(named, BUCKETS) != bucket).any():
                 raise MismatchError(f"{where}: the rows have ids of other buckets; the file is damaged or misnamed")
         return ids, kept
+
+    def records_of(self, ids: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
+        """Return which of these ids have a row, and their records with all flags."""
+        ids = readable(ids, np.int64)
+        with self._lock:
+            slots = self._found(ids)
+            self._arena.fetch(slots)
+            out = np.zeros((len(ids), self.words), np.uint32)
+            records.copy_out(slots, self._arena.words32, self.words, out)
+        return slots >= 0, out
+
+    def put_records(self, ids: Int64s, kept: NDArray[np.uint32]) -> None:
+        """Insert or overwrite the records of distinct ids, with all flags: rows that were updated elsewhere."""
+        slots = np.empty(len(ids), np.int64)
+        with self._lock:
+            self._claim(readable(ids, np.int64), slots, _EVERYONE)
+            records.copy_in(slots, self._arena.words32, self.words, np.ascontiguousarray(kept))
 
     def drop_bucket(self, bucket: int) -> None:
         """Remove a bucket's rows and the record of its removals."""

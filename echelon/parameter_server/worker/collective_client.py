@@ -113,7 +113,8 @@ class CollectiveClient(client.ParameterServerClient):
 
         used: the pull of this worker's batch, if it was asked ahead
         """
-        self._numbers[0] = [len(self._shard.tables[name]) for name in self._names]
+        if self.occupancy.is_counted:
+            self._numbers[0] = [len(self._shard.tables[name]) for name in self._names]
         received = self._exchange_rows(Head(BEGIN, flag=int(used is not None)), self._asked)
         if used is not None:
             self._arrived(used, received)

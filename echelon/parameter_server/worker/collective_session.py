@@ -12,6 +12,7 @@ from echelon.base.errors import CheckpointError, EchelonError, first_line
 from echelon.base.formatting import things
 from echelon.distributed.collectives import gather_json
 from echelon.distributed.world import World
+from echelon.parameter_server.device_table.row_location import table_maker
 from echelon.parameter_server.protocol.job_spec import JobSpec
 from echelon.parameter_server.worker.catch_up import CatchUpHook
 from echelon.parameter_server.worker.checkpoint_part import part_name, part_of, refuse_merging
@@ -21,6 +22,7 @@ from echelon.parameter_server.worker.in_process import own_shard
 from echelon.parameter_server.worker.row_exchange import GroupExchange, RowExchange
 from echelon.parameter_server.worker.session import ParameterServerSession
 from echelon.parameter_server.worker.shared_memory_exchange import share_memory
+from echelon.parameter_server.worker.sparse_embedding import locations_of
 from echelon.parameter_server.worker.sparse_lookup import LookupBatch, SparseLookup, deduplicated
 from echelon.plan.operations import tensors_in
 from echelon.strategy import ParameterServer
@@ -71,7 +73,9 @@ class CollectiveSession(ParameterServerSession):
         if exchange is None:
             exchange = GroupExchange(self.worker, self.workers, self._device, self._timeout)
         self.how = exchange.how
-        self.client = CollectiveClient(job, self.worker, exchange, own_shard(self.worker, self.workers))
+        maker = table_maker(locations_of(self._tables), self._device)
+        shard = own_shard(self.worker, self.workers, maker)
+        self.client = CollectiveClient(job, self.worker, exchange, shard)
         self.reading = CollectiveLookup(self.client, self._device)
         self._hooks.append(self._model.register_forward_hook(CatchUpHook(self._end_forward)))
 

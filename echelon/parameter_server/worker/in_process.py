@@ -14,6 +14,7 @@ from echelon.parameter_server.persistence.persistence import ShardPersistence
 from echelon.parameter_server.protocol.job_spec import PersistenceSettings
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.server.shard import ServerShard
+from echelon.parameter_server.table.row_table import TableMaker, host_table
 
 
 class InProcessChannel:
@@ -46,7 +47,7 @@ class OnDemandPersistence(ShardPersistence):
         return False
 
 
-def own_shard(index: int = 0, servers: int = 1) -> ServerShard:
+def own_shard(index: int = 0, servers: int = 1, make_table: TableMaker = host_table) -> ServerShard:
     """Return a shard in this process, by default of all buckets; its disk tier is in a temporary directory."""
     scratch = tempfile.TemporaryDirectory(prefix="echelon-tables-")
     place = Path(scratch.name)
@@ -54,6 +55,7 @@ def own_shard(index: int = 0, servers: int = 1) -> ServerShard:
         index,
         servers,
         directory=place,
+        make_table=make_table,
         keep=lambda shard: OnDemandPersistence(shard, place, PersistenceSettings(journal=False)),
     )
     weakref.finalize(shard, scratch.cleanup)

@@ -21,7 +21,7 @@ from echelon.base.formatting import things
 from echelon.distributed import world as worlds
 from echelon.distributed.ps_role import Role
 from echelon.parameter_server.persistence.requested_path import absolute
-from echelon.parameter_server.protocol.job_spec import JobSpec
+from echelon.parameter_server.protocol.job_spec import JobSpec, TableSpec
 from echelon.parameter_server.protocol.message import WireMessage
 from echelon.parameter_server.worker.catch_up import attach
 from echelon.parameter_server.worker.checkpoint_part import (
@@ -87,6 +87,11 @@ class ParameterServerSession:
         self._contact: ServerConnections | None = None
 
     # ---- opening ----
+
+    @property
+    def tables(self) -> Mapping[str, tuple[TableSpec, list[Any]]]:
+        """The tables of the model by name, each with the modules that read it."""
+        return self._tables
 
     @property
     def session(self) -> ParameterServerSession:
@@ -439,6 +444,7 @@ class ParameterServerSession:
         for name, (spec, modules) in self._tables.items():
             rule = type(spec.rule).__name__.lower()
             shared = f", shared by {len(modules)} modules" if len(modules) > 1 else ""
+            shared += modules[0].location.describe(self._device)
             kept = f" kept as {spec.dtype}" if spec.dtype != "float32" else ""
             yield f"table '{name}': {things(spec.dim, 'float')} a row{kept}, {rule}, on {where}{shared}"
         yield from mode_lines(self.settings, self.role.endpoints, self.workers, self.dense)

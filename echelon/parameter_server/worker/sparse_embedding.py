@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from echelon.base.errors import DataError, UsageError, nearest
 from echelon.nn.fluid_names import in_our_names
 from echelon.nn.packed import Packed
+from echelon.parameter_server.device_table.row_location import Location, RowLocation
 from echelon.parameter_server.protocol.job_spec import Initializer, RowDtype, TableSpec
 from echelon.strategy.show_click_score import ShowClickScore
 from echelon.strategy.sparse_update_rules import NAMED, Rule
@@ -28,8 +29,8 @@ _DTYPES: dict[str, RowDtype] = {
 class RowSource(Protocol):
     """Interface of the source of rows."""
 
-    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return rows, and the index of each id's row among them.
+    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return rows, and the index of each id's row among them; None: rows in the order of the ids.
 
         offsets: where the samples' bags begin, for tables that count shows and clicks
         """
@@ -62,6 +63,9 @@ class SparseEmbedding(nn.Module):
                  rows with a low score at the end of a pass; default: does neither
     disk:        True keeps rows in a memory-mapped file, so that cold rows can leave memory; default False
     dtype:       format in which weights are kept: "float32" (default), or "bf16" or "int8" with stochastic rounding
+    location:    memory that holds the rows: "host" (default), "device", that of the worker's GPU, or "cached", the
+                 host's, with the rows in use on the GPU; the last two for ps="collective" or one process
+    cache_rows:  with location="cached", rows that the GPU has room for
     other_names: Fluid's spelling (``size=[dict_size, width], is_sparse=True``) and torch's (``num_embeddings``)
 
     >>> embedding = echelon.nn.SparseEmbedding(16, name="users", combiner="mean")
@@ -85,6 +89,8 @@ class SparseEmbedding(nn.Module):
         score: ShowClickScore | Literal["show_click"] | None = None,
         disk: bool = False,
         dtype: str | torch.dtype | None = None,
+        location: Location = "host",
+        cache_rows: int | None = None,
         **other_names: Any,
     ) -> None:
         super().__init__()
@@ -120,6 +126,7 @@ class SparseEmbedding(nn.Module):
             disk=disk,
             dtype=_dtype(dtype),
         )
+        self.location = RowLocation(location, cache_rows)  #: where the rows lie
         self.lr = self._spec.rule.lr  #: learning rate of the next update; a schedule may change it
         self._store: Callable[[], RowSource | None] = _nowhere
         self._table = name or ""
@@ -162,9 +169,11 @@ class SparseEmbedding(nn.Module):
         return self._bags(rows, inverse, ids, weights, offsets)
 
     def _bags(
-        self, rows: Tensor, inverse: Tensor, ids: Tensor, weights: Tensor | None, offsets: Tensor | None
+        self, rows: Tensor, inverse: Tensor | None, ids: Tensor, weights: Tensor | None, offsets: Tensor | None
     ) -> Tensor:
         starts, shape = _starts(ids, offsets)
+        if inverse is None:
+            inverse = torch.arange(ids.numel(), device=rows.device)
         each = torch.ones(ids.numel(), device=rows.device) if weights is None else _flat_weights(weights, ids)
         if self.padding_id is not None:
             each = each * (ids.reshape(-1) != self.padding_id)
@@ -200,7 +209,9 @@ class _GatherRows(torch.autograd.Function):
         return torch.from_numpy(add_rows(grad.numpy(), ctx.inverse.numpy(), ctx.count)), None
 
 
-def _rows_at(rows: Tensor, inverse: Tensor) -> Tensor:
+def _rows_at(rows: Tensor, inverse: Tensor | None) -> Tensor:
+    if inverse is None:
+        return rows
     if rows.device.type != "cpu" or torch.compiler.is_exporting():
         return F.embedding(inverse, rows)
     found: Tensor = _GatherRows.apply(rows, inverse)  # type: ignore[no-untyped-call]
@@ -285,9 +296,14 @@ def tables_of(model: nn.Module, seed_of: Callable[[str], int]) -> dict[str, tupl
             continue
         name = module.spec.name or path or "embedding"
         spec = dataclasses.replace(module.spec, name=name, seed=seed_of(name))
-        if name in found and found[name][0] != spec:
+        if name in found and (found[name][0] != spec or found[name][1][0].location != module.location):
             raise UsageError(
                 f"two SparseEmbeddings describe the table '{name}' differently; make them equal, or rename one"
             )
         found.setdefault(name, (spec, []))[1].append(module)
     return found
+
+
+def locations_of(tables: Mapping[str, tuple[TableSpec, list[Any]]]) -> dict[str, RowLocation]:
+    """Return where the rows of each table lie."""
+    return {name: modules[0].location for name, (_, modules) in tables.items()}

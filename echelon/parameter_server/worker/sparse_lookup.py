@@ -182,12 +182,12 @@ class SparseLookup:
 
     # ---- a lookup ----
 
-    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def lookup(self, table: str, ids: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the distinct rows, and for each of the flat ``ids`` the index of its row.
 
         offsets: where the samples' bags begin, for tables that count shows and clicks
         """
-        _check(table, ids)
+        check_ids(table, ids)
         if not self.in_step:
             return self._peek(table, ids)
         key = key_of(table, ids)
@@ -297,7 +297,8 @@ def _own(values: Floats) -> Floats:
     return values if values.flags.writeable else values.copy()
 
 
-def _check(table: str, ids: Tensor) -> None:
+def check_ids(table: str, ids: Tensor) -> None:
+    """Raise ``DataError`` for ids that are not int64."""
     if ids.dtype != torch.int64:
         raise DataError(
             f"table '{table}' was given ids of type {str(ids.dtype).removeprefix('torch.')}; ids are int64: call "
