@@ -109,7 +109,7 @@ def test_initial_values_are_those_of_the_host_table(kind: Any) -> None:
     assert len(device) == 0, "a pull made rows"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(
         st.tuples(
