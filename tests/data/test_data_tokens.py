@@ -191,6 +191,24 @@ def test_rows_are_the_corpus_in_order(out, length):
 
 
 @pytest.mark.parametrize("length", [7, 64])
+def test_named_rows_have_positions_of_documents(out, length):
+    rows, packed = TokenFiles(out, length, documents=True, named=True), TokenFiles(out, length, documents=True)
+    at = np.array([2, 0, len(rows) - 1])
+    fields, (inputs, _) = (files.batch(at, np.zeros(3, np.uint64)) for files in (rows, packed))
+    assert {name: tuple(field.shape) for name, field in fields.items()} == dict.fromkeys(fields, (3, length))
+    assert torch.equal(fields["input_ids"].flatten(), inputs.values)
+    assert torch.equal(fields["position_ids"].flatten(), inputs.places())
+    firsts = fields["position_ids"] == 0
+    assert torch.equal(fields["labels"], fields["input_ids"].where(~firsts, -100))
+    assert all(torch.equal(rows[2][name], field[0]) for name, field in fields.items())
+    plain = TokenFiles(out, length, named=True)[1]
+    assert plain.keys() == {"input_ids", "labels"}
+    assert torch.equal(plain["input_ids"], plain["labels"])
+    assert rows.has_positions
+    assert not packed.has_positions
+
+
+@pytest.mark.parametrize("length", [7, 64])
 def test_packed_rows_are_cut_where_documents_end(out, length):
     files, plain = TokenFiles(out, length, documents=True), TokenFiles(out, length)
     starts = set(files.store.documents.tolist())

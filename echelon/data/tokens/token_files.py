@@ -34,6 +34,9 @@ class TokenFiles(Dataset[Any]):
     length:     tokens of a row
     documents:  True: rows are ``echelon.nn.Packed``, cut where documents end, so that positions restart in each
                 document and attention stays inside it; targets in another document are -100
+    named:      True: rows are dicts with the fields of models of transformers: ``input_ids``, and ``labels``, which
+                are the same tokens, since these models shift them. With ``documents``, ``position_ids`` restart in
+                each document, from which these models see where attention ends, and first tokens are no labels
     part:       the rows to use, as fractions: ``(0, 0.9)`` to train and ``(0.9, 1)`` to evaluate
     vocab_size: tokens that the model knows; a larger vocabulary of the files is an error
 
@@ -47,6 +50,7 @@ class TokenFiles(Dataset[Any]):
         length: int,
         *,
         documents: bool = False,
+        named: bool = False,
         part: tuple[float, float] = (0.0, 1.0),
         vocab_size: int | None = None,
     ) -> None:
@@ -54,7 +58,7 @@ class TokenFiles(Dataset[Any]):
             raise UsageError(f"length={length}: a row needs at least one token")
         if not 0 <= part[0] < part[1] <= 1:
             raise UsageError(f"part={part}: expected two ascending fractions, such as (0, 0.9)")
-        self.path, self.length, self._separates = Path(path), length, documents
+        self.path, self.length, self._separates, self._named = Path(path), length, documents, named
         index = None if self.path.is_dir() else megatron_index(self.path)
         self.head = None if index else read_head(self.path)
         shards = [megatron_shard(index)] if index else _shards(self.path, self.head)
@@ -76,6 +80,8 @@ class TokenFiles(Dataset[Any]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         result = self.batch(np.array([index % len(self)]), np.zeros(1, np.uint64))
+        if self._named:
+            return {name: column[0] for name, column in result.items()}
         return result if self._separates else tuple(column[0] for column in result)
 
     @property
@@ -87,6 +93,8 @@ class TokenFiles(Dataset[Any]):
         """Return rows, and the tokens that follow, as ``engine.loader`` reads them: [rows, length], or packed."""
         begins = (indices + self._first) * self.length
         tokens = np.stack([self.store.read(begin, self.length + 1) for begin in begins.tolist()])
+        if self._named:
+            return self._fields(begins, torch.from_numpy(tokens[:, :-1].copy()))
         inputs, targets = torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())
         return self._packed(begins, inputs, targets) if self._separates else (inputs, targets)
 
@@ -100,6 +108,21 @@ class TokenFiles(Dataset[Any]):
                         found = zlib.crc32(piece, found)
             if found != shard.crc32:
                 raise DataError(f"{self.path / shard.name}: the files are damaged (CRC-32); copy them again")
+
+    @property
+    def has_positions(self) -> bool:
+        """True if ``position_ids`` say where documents begin."""
+        return self._named and self._separates
+
+    def _fields(self, begins: Indices, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        fields = {"input_ids": inputs, "labels": inputs.clone()}
+        if self._separates:
+            sizes = np.array([size for begin in begins.tolist() for size in self._pieces(begin)])
+            firsts = np.cumsum(sizes) - sizes
+            fields["labels"].view(-1)[torch.from_numpy(firsts)] = IGNORED
+            positions = np.arange(inputs.numel()) - np.repeat(firsts, sizes)
+            fields["position_ids"] = torch.from_numpy(positions).view_as(inputs)
+        return fields
 
     def _packed(self, begins: Indices, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         from echelon.nn.packed import pack_concatenated  # with echelon.nn, which plain rows do not need
