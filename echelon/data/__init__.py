@@ -7,6 +7,7 @@ from echelon.data.ctr import CtrFiles
 from echelon.data.file_list import FileList
 from echelon.data.loader import Loader
 from echelon.data.loader_options import LoaderOptions
+from echelon.data.mixture import Mixture
 from echelon.data.offset_stream import OffsetStream
 from echelon.data.padding import pad_collate
 from echelon.data.partition_stream import PartitionStream
@@ -24,6 +25,7 @@ __all__ = [
     "FileList",
     "Loader",
     "LoaderOptions",
+    "Mixture",
     "OffsetStream",
     "PartitionStream",
     "RaggedColumns",

@@ -6,7 +6,7 @@ import inspect
 from typing import Any, Protocol, runtime_checkable
 
 from echelon.data.loader_options import LoaderOptions
-from echelon.data.map_source import MapSource, StepIndices
+from echelon.data.map_source import DatasetOrder, MapSource, StepIndices
 from echelon.data.order import Indices
 from echelon.data.repeated import Repeated
 from echelon.data.seeding import SeedPurpose, Seeds, chain_each, mix
@@ -31,8 +31,10 @@ class BatchedDataset(Protocol):
 class BatchedSource(MapSource):
     """Calls ``batch`` once per batch, without seeding of global generators and without collating."""
 
-    def __init__(self, dataset: Any, options: LoaderOptions) -> None:
-        super().__init__(dataset, len(dataset), options)
+    def __init__(
+        self, dataset: Any, options: LoaderOptions, size: int | None = None, order: DatasetOrder | None = None
+    ) -> None:
+        super().__init__(dataset, len(dataset) if size is None else size, options, order)
         self._repeated = dataset if isinstance(dataset, Repeated) else None
         self._batched: BatchedDataset = _inner(dataset)
         self._calm = True

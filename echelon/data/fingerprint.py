@@ -11,6 +11,7 @@ from torch.utils.data import Subset
 from echelon.data.checksums import columns_checksum
 from echelon.data.hugging_face import checksum
 from echelon.data.map_source import columns_of
+from echelon.data.mixture import Mixture
 from echelon.data.repeated import Repeated
 
 #: Number of indices of a subset that the fingerprint covers.
@@ -43,6 +44,9 @@ def _contents(dataset: Any) -> int | None:
         return columns_checksum(columns)
     if type(dataset) is Repeated:
         return _contents(dataset.dataset)
+    if type(dataset) is Mixture:
+        contents = [_contents(part) for part in dataset.joined.parts]
+        return zlib.crc32(repr((dataset.facts(), contents)).encode())
     if type(dataset) is Subset:  # made by random_split(), for example
         chosen = np.asarray(dataset.indices[:INDICES], dtype=np.int64).tobytes()
         return zlib.crc32(chosen, _contents(dataset.dataset) or 0)

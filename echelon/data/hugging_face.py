@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from echelon.base.errors import DataError
+from echelon.data.joined_datasets import JoinedDatasets
 from echelon.data.repeated import Repeated, RepeatedStream
 
 #: Number of rows in the checksum that ranks compare.
@@ -26,6 +27,8 @@ def has_columns(dataset: Any) -> bool:
     """Return True if the samples are rows of a Hugging Face data set, or of a subset of one."""
     while type(dataset) in (Subset, Repeated, RepeatedStream):
         dataset = dataset.dataset
+    if isinstance(dataset, JoinedDatasets):
+        return all(map(has_columns, dataset.parts))
     return is_table(dataset) or is_table_stream(dataset)
 
 

@@ -18,9 +18,12 @@ from echelon.data.collate import BatchCollator
 from echelon.data.cursor import Cursor, from_state, to_state
 from echelon.data.data_identity import DataIdentity, data_identity, stored_identity
 from echelon.data.data_source import RankBatch, UnknownLengthError, kind_name
+from echelon.data.divided_stream import DividedAgreement, DividedSource, streams_of, whole_reading
 from echelon.data.fingerprint import DatasetFingerprint, dataset_fingerprint
 from echelon.data.loader_options import LoaderOptions
 from echelon.data.map_source import MapSource
+from echelon.data.mixed_order import MixedEpoch
+from echelon.data.mixture import Mixture
 from echelon.data.open_source import draw_from, open_sampling, open_source, reads_apart
 from echelon.data.order import COMPUTED_FROM
 from echelon.data.resumable_source import ResumableSource
@@ -46,6 +49,7 @@ class Loader:
         it that is an error
     device, group: device of the batches; group whose ranks agree on the end of an epoch
     on_share: called with the number of samples of each batch
+    on_batch: called with each batch when it is yielded
     ahead: called with each batch before the previous one is yielded
     is_shared: False if each rank has data of its own, so that a state, which is rank 0's, does not say which
     options: fields of ``echelon.data.LoaderOptions``
@@ -64,6 +68,7 @@ class Loader:
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
         on_share: Callable[[int], None] | None = None,
+        on_batch: Callable[[Any], None] | None = None,
         ahead: Callable[[Any], None] | None = None,
         is_shared: bool = True,
         **options: Any,
@@ -76,10 +81,8 @@ class Loader:
         self._source = open_source(dataset, self._options)
         if sampling is not None:
             draw_from(self._source, sampling, dataset)
-        self._agreement = (
-            Agreement(self._source, self._options, group) if isinstance(self._source, ShardSource) else None
-        )
-        self._device, self._on_share, self._ahead = device, on_share, ahead
+        self._agreement = _agreement(self._source, self._options, group)
+        self._device, self._on_share, self._on_batch, self._ahead = device, on_share, on_batch, ahead
         self._on_change, self._is_shared = on_change, is_shared
         pin = device is not None and device.type == "cuda"
         in_processes = 0 if isinstance(self._source, BlockSource) else self.workers  # blocks are read by threads
@@ -101,6 +104,7 @@ class Loader:
         self.latest: BatchPlace | None = None  #: place of the batch that was yielded last
         self._left_out: set[tuple[int, ...]] = set()
         self._is_rewound = False
+        self._mixed: tuple[int, MixedEpoch] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of one epoch: the rest of it after ``load_state_dict``, else all of it.
@@ -229,6 +233,26 @@ class Loader:
         return self._options.global_batch
 
     @property
+    def corpus_samples(self) -> dict[str, int] | None:
+        """The samples that each corpus of a mixture has given so far, on all ranks; None for other data."""
+        if not isinstance(self.dataset, Mixture) or self._sampling is not None:
+            return None
+        counts = self._mixed_epoch(self.epoch).counts(self._cursor.samples)
+        return dict(zip(self.dataset.names, counts, strict=True))
+
+    def _mixed_epoch(self, epoch: int) -> MixedEpoch:
+        if self._mixed is None or self._mixed[0] != epoch:
+            assert isinstance(self.dataset, Mixture)
+            order = self.dataset.epoch_order(seed=self._options.seed, epoch=epoch, shuffle=self._options.shuffle)
+            self._mixed = epoch, order
+        return self._mixed[1]
+
+    @property
+    def reading_line(self) -> str | None:
+        """Return a log line if ranks read more of a stream than they could, else None."""
+        return whole_reading(self.dataset, self._options)
+
+    @property
     def padding_waste(self) -> float:
         """The fraction of padding in the padded sequences of this rank so far; 0 without ``lengths``."""
         return 1 - self._real / self._room if self._room else 0.0
@@ -331,8 +355,12 @@ class Loader:
             facts["size"] = self._source.size
             if options.shuffle and (self._source.size or 0) >= COMPUTED_FROM:
                 facts["order"] = "computed"  # by earlier versions the whole order was shuffled
+            if isinstance(self.dataset, Mixture):
+                facts |= self.dataset.facts()
             if self._sampling is not None:
                 facts["sampler"] = self._sampling.name
+        elif isinstance(self._source, DividedSource):
+            facts |= {"divided": streams_of(self.dataset, options), "shuffle_buffer": options.shuffle_buffer}
         elif options.shuffle:
             facts["shuffle_buffer"] = options.shuffle_buffer
             if isinstance(self._source, StreamSource) and self._source.is_stateful:
@@ -348,7 +376,7 @@ class Loader:
         # requests run ahead of the yielded batches, so they start from a copy of the cursor
         pieces = self._fetching.answers(self._source.requests(replace(self._cursor)))
         if self._agreement is not None:
-            pieces = self._agreement.pieces(pieces, from_start=self._cursor.samples == 0)
+            pieces = self._agreement.pieces(pieces, self._cursor)
         return on_device(pieces, self._device)
 
     def _account(self, piece: RankBatch) -> None:
@@ -361,11 +389,20 @@ class Loader:
         self._mark = self._mark if piece.mark is None else piece.mark
         if self._on_share is not None:
             self._on_share(piece.share)
+        if self._on_batch is not None:
+            self._on_batch(piece.batch)
 
     def _next_epoch(self) -> None:
         goes_on = isinstance(self._source, ResumableSource) and self._source.goes_on
         self._cursor.next_epoch(self.global_batch, goes_on=goes_on)
         self._continues = False
+
+
+def _agreement(source: Any, options: LoaderOptions, group: dist.ProcessGroup | None) -> Agreement | None:
+    """Return the agreement of ranks that each read their own part; None where they need none."""
+    if isinstance(source, DividedSource):
+        return DividedAgreement(source, options, group)
+    return Agreement(source, options, group) if isinstance(source, ShardSource) else None
 
 
 def _one_ahead(pieces: Iterator[RankBatch], show: Callable[[Any], None]) -> Iterator[RankBatch]:
@@ -381,7 +418,7 @@ def _one_ahead(pieces: Iterator[RankBatch], show: Callable[[Any], None]) -> Iter
 
 
 #: Options that the engine sets.
-INNER = ("device", "group", "on_share", "on_change", "ahead", "is_shared", "total", "multiple")
+INNER = ("device", "group", "on_share", "on_batch", "on_change", "ahead", "is_shared", "total", "multiple")
 _NAMES = (*(field.name for field in fields(LoaderOptions)), *Loader.__init__.__annotations__)
 OPTIONS = tuple(name for name in _NAMES if name not in ("options", "return", *INNER))
 #: Names of torch's options, and the text that leads to Echelon's.

@@ -32,6 +32,8 @@ class LoaderOptions:
     total: samples of a global batch, if ranks do not divide it
     multiple: number to whose multiple the last batch of an epoch is padded; default: the ranks
     changed_data: "refuse" (default) or "accept" to resume in the middle of an epoch although the data has changed
+    divide: True: each rank reads its own shards of a stream that has shards, in place of the whole stream; a number:
+        the parts, of one shard or more, into which the stream is divided
     pack: concatenate sequences without padding, as ``echelon.nn.Packed``; a number pads the tokens to its multiple
 
     >>> loader = engine.loader(dataset, global_batch=64, workers=2, uneven="drop")
@@ -56,6 +58,7 @@ class LoaderOptions:
     multiple: int | None = None
     changed_data: ChangedData = "refuse"
     pack: bool | int = False
+    divide: bool | int = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -72,7 +75,8 @@ class LoaderOptions:
         if self.pack and (self.lengths is not None or self.collate is not None):
             other = "lengths=, since packed sequences need no buckets" if self.collate is None else "collate="
             raise UsageError(f"pack={self.pack} does not go with {other}; leave one of them out")
-        for name, least in (("pack", 0), ("workers", 0), ("prefetch", 1), ("bucket_window", 1), ("shuffle_buffer", 1)):
+        for name in ("pack", "divide", "workers", "prefetch", "bucket_window", "shuffle_buffer"):
+            least = int(name in ("prefetch", "bucket_window", "shuffle_buffer"))
             if getattr(self, name) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: must be {least} or more")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,12 @@ from echelon.data.sampling import EpochSampler
 from echelon.data.seeding import SeedPurpose, chain, mix, numpy_stream, preserve_global_rng, seed_all
 
 
+class DatasetOrder(Protocol):
+    """Returns the order of an epoch."""
+
+    def __call__(self, *, seed: int, epoch: int, shuffle: bool) -> EpochOrder: ...
+
+
 class StepIndices(NamedTuple):
     """The samples of one step for this rank: their indices in the data set, and their positions in the epoch."""
 
@@ -37,10 +43,15 @@ class StepIndices(NamedTuple):
 
 
 class MapSource:
-    """A data set with ``__len__`` and ``__getitem__``."""
+    """A data set with ``__len__`` and ``__getitem__``.
 
-    def __init__(self, dataset: Any, size: int, options: LoaderOptions) -> None:
+    size:  samples of an epoch
+    order: returns the order of an epoch, whose indices are those of ``dataset``; default: the loader's own
+    """
+
+    def __init__(self, dataset: Any, size: int, options: LoaderOptions, order: DatasetOrder | None = None) -> None:
         self.size: int | None = size
+        self._own_order, self._is_whole = order or partial(epoch_order, size), order is None
         self._count, self._options, self._collate = size, options, BatchCollator(options, dataset)
         if problem := too_few(size, options.uneven, options.world_size, options.global_batch):
             raise DataError(problem)
@@ -50,7 +61,7 @@ class MapSource:
         self._seeds_itself = inert or options.cache
         self._calm = (inert or self._reads_at_once) and self._collate.is_ours
         self._dataset: Any = CachedItems(dataset, options.seed) if options.cache and not inert else dataset
-        self._lengths = _known_lengths(options, size)
+        self._lengths = _known_lengths(options, size if order is None else len(dataset))
         self.sampling: EpochSampler | None = None  #: sampler that draws the order of epochs, in place of the loader
 
     def draw_from(self, sampling: EpochSampler) -> None:
@@ -97,7 +108,7 @@ class MapSource:
         """Return this rank's samples in a batch, without padding; none if a sampler or lengths decide on the order."""
         if self.sampling is not None or self._lengths is not None:
             return []
-        order = epoch_order(self._count, seed=self._options.seed, epoch=place.epoch, shuffle=self._options.shuffle)
+        order = self._own_order(seed=self._options.seed, epoch=place.epoch, shuffle=self._options.shuffle)
         taken = order.take(place.start, place.start + place.taken)
         found: list[int] = taken[self._options.own(len(taken))].tolist()
         return found
@@ -143,7 +154,7 @@ class MapSource:
         if self.sampling is not None:
             indices = self.sampling.whole(cursor.epoch)
         else:
-            order = epoch_order(self._count, seed=seed, epoch=cursor.epoch, shuffle=shuffle)
+            order = self._own_order(seed=seed, epoch=cursor.epoch, shuffle=shuffle)
             if self._lengths is None:
                 return order
             indices = order.take(0, self._count)
@@ -159,9 +170,9 @@ class MapSource:
 
     def _padded(self, epoch: int, order: EpochOrder, start: int, stop: int) -> StepIndices:
         extra, draw = self._options.missing(stop - start), numpy_stream(self._options.seed, SeedPurpose.PAD, epoch)
-        if self.sampling is None:
+        if self.sampling is None and self._is_whole:
             again = draw.randint(0, self._count, extra)
-        else:  # a sampler may leave samples out, so repeat only samples that it has drawn
+        else:  # a sampler or a mixture may leave samples out, so repeat only samples that it has drawn
             recent = order.take(max(0, start - self._options.global_batch), stop)
             again = recent[draw.randint(0, len(recent), extra)]
         return self._pick(epoch, np.concatenate([order.take(start, stop), again]), start, stop - start)

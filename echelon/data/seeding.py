@@ -34,6 +34,7 @@ class SeedPurpose(IntEnum):
     KEPT = 8
     FILES = 9
     SAMPLER = 10
+    MIXTURE = 11
 
 
 def mix(*parts: int) -> int:

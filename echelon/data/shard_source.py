@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,13 @@ class RaggedBatch(NamedTuple):
     items: list[StreamItem]
     own: int
     epoch: int
+    anchor: Any = None
+
+
+class DividableSource(Protocol):
+    """A source whose last batches are collated when the ranks have agreed on them."""
+
+    bind: StreamCollator
 
 
 def is_sharded(dataset: Any) -> bool:
@@ -106,7 +113,7 @@ class Vote:
 class Agreement:
     """Turns one rank's batches into steps that all ranks take together."""
 
-    def __init__(self, source: ShardSource, options: LoaderOptions, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, source: DividableSource, options: LoaderOptions, group: dist.ProcessGroup | None) -> None:
         if options.world_size > 1 and group is None:
             raise DataError(
                 f"{options.world_size} ranks that read files of their own must agree when to stop; "
@@ -114,9 +121,9 @@ class Agreement:
             )
         self._source, self._options, self._group = source, options, group
 
-    def pieces(self, own: Iterator[RankBatch | RaggedBatch], *, from_start: bool) -> Iterator[RankBatch]:
+    def pieces(self, own: Iterator[RankBatch | RaggedBatch], cursor: Cursor) -> Iterator[RankBatch]:
         vote = self._cast(own)
-        if from_start:
+        if cursor.samples == 0:
             self._check_full_batch(vote)
         while True:
             coming = None if isinstance(vote.held, Exception) else self._cast(own)

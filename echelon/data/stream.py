@@ -197,7 +197,7 @@ class StreamPasses:
     def at(self, turn: StreamStep) -> tuple[StreamPassReader, list[StreamItem]]:
         """Return the reader after this step, and the step's items."""
         reader, self._reader = self._reader, None  # a generator that raised cannot continue: keep it only on success
-        with _alone():
+        with alone():
             if reader is None or not reader.reaches(turn):
                 reader = self._begin(turn)
             items = reader.take(turn.step)
@@ -289,7 +289,7 @@ def announce(dataset: Any, epoch: int) -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Hide from the stream that it runs in a worker process.
 
     Streams written for torch's DataLoader split themselves among its workers; here every worker reads the whole stream,

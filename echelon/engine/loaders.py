@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from echelon.base.errors import UsageError
-from echelon.data import Loader
+from echelon.data import Loader, Mixture
 from echelon.data.hugging_face import has_columns, refuse_whole
 from echelon.data.open_source import reads_apart
 from echelon.data.order import per_replica
@@ -20,6 +20,7 @@ from echelon.distributed.world import World
 from echelon.engine.elastic import shares
 from echelon.engine.leftover_batches import epoch_leftover
 from echelon.engine.run_context import RunContext
+from echelon.hf.document_boundaries import DocumentBoundaryCheck
 from echelon.parallel.objective import count_samples, has_rows
 from echelon.plan import Plan
 from echelon.plan.saved_plan import SavedPlan
@@ -104,6 +105,7 @@ class LoaderFactory:
             device=self._world.device,
             group=self._grid.control(*self._plan.data_axes) if is_model_parallel else self._world.control,
             on_share=self._on_share,
+            on_batch=DocumentBoundaryCheck(self._run.model) if getattr(dataset, "has_positions", False) else None,
             ahead=ahead,
             is_shared=is_shared,
         )
@@ -123,6 +125,11 @@ class LoaderFactory:
         self._first = loader if self._first is None else self._first
         self._run.positions.register(loader)
         self._run.checker.register_dataset(loader.fingerprint)
+        if isinstance(dataset, Mixture):
+            self._run.say(f"mixture: {dataset}")
+            self._run.metrics.count_corpora(lambda: loader.corpus_samples or {})
+        if (line := loader.reading_line) is not None:
+            self._run.say(line)
         if (line := epoch_leftover(loader, self._plan.gradient_merge)) is not None:
             self._run.say(line)
         if self._saved_plan is not None and self._saved_plan.draft.batch != loader.global_batch:

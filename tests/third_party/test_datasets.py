@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from typing import Any
 
@@ -147,6 +148,52 @@ def test_shards_are_divided_without_loss_or_doubling(workers: int) -> None:
     repeated = len(found) - len(wanted)
     assert repeated in (0, 8)  # a rank without samples repeats its last batch, with weight 0
     assert sorted(set(found)) == wanted
+
+
+DIVIDED: dict[str, Any] = {
+    "mapped": lambda: stream(2400, 6),
+    "torch": lambda: stream(2400, 6).with_format("torch"),
+    "batched": lambda: stream(2400, 6).map(lambda rows: {"twice": rows["twice"]}, batched=True, batch_size=32),
+    "interleaved": lambda: datasets.interleave_datasets([stream(2400, 6), stream(3000, 6)]),
+    "own buffer": lambda: stream(2400, 6).shuffle(seed=1, buffer_size=20),
+}
+
+
+def divided(kind: str, steps: int, state: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any], int]:
+    """Return this rank's rows of some steps, the loader's state after them, and the rows that were read for them."""
+    reads.clear()
+    with contextlib.redirect_stdout(io.StringIO()):
+        echelon.init(device="cpu", seed=1)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = echelon.distribute(model, loss=F.mse_loss, optimizer=optimizer, log=echelon.Log(lines=False))
+        loader = engine.loader(DIVIDED[kind](), global_batch=24, divide=True, uneven="join", shuffle_buffer=60)
+        if state is not None:
+            loader.load_state_dict(state)
+        found = [batch["n"].tolist() for batch in itertools.islice(loader, steps)]
+        kept: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
+        engine.close()
+    return found, kept, len(reads)
+
+
+def joined(ranks: list[Any]) -> list[list[int]]:
+    return [sorted(n for share in step for n in share) for step in zip(*(rank[0] for rank in ranks), strict=True)]
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_divided_shards_resume_on_another_number_of_ranks(kind: str) -> None:
+    alone = run(divided, kind, 80, None, ranks=1)
+    expected = joined(alone)
+    begun = run(divided, kind, 60, None, ranks=2)
+    assert joined(begun) == expected[:60]
+    assert all(rank[1] == begun[0][1] for rank in begun)
+    assert ("anchor" in begun[0][1]) == (kind != "own buffer")
+    for ranks in (1, 3):
+        again = run(divided, kind, 20, begun[0][1], ranks=ranks)
+        assert joined(again) == expected[60:]
+        if kind == "mapped":
+            assert sum(rank[2] for rank in again) < 0.7 * alone[0][2]
+            assert max(rank[2] for rank in again) < 1.2 * sum(rank[2] for rank in again) / ranks
 
 
 def trained(kind: str) -> tuple[list[float], list[float], str]:

@@ -24,7 +24,7 @@ from echelon.observability.metrics.step_clock import Seconds, make_clock
 from echelon.observability.metrics.step_extras import StepExtras
 from echelon.observability.metrics.tracker_runs import TrackerRuns
 from echelon.observability.metrics.trackers import Record
-from echelon.observability.runlog.log_files import LOGGED, launcher_run_directory
+from echelon.observability.runlog.log_files import CORPORA, LOGGED, launcher_run_directory
 from echelon.strategy.log_settings import Log
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class MetricsLogger:
         self._merge = RankMerge(rank, self._numbers, self._write_logged, say)
         self.extras = StepExtras(self._numbers.__bool__, self._speaks)
         self._peak_seconds: Callable[[], float | None] = lambda: None
+        self._corpora: list[Callable[[], Mapping[str, int]]] = []
 
     def connect(self, run_log: RunLogWriter, warn: Callable[[str], None], renew_exit: Callable[[], None]) -> None:
         """Set what files and trackers need of the run.
@@ -95,6 +96,10 @@ class MetricsLogger:
         """
         self.extras.join(world.data_size if ranks is None else 1, None if can_have_tokens else False)
         self._merge.join(world.data_rank, ranks, self.terms[0])
+
+    def count_corpora(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Record how many samples each corpus has given. ``read`` returns the numbers up to the batch of this step."""
+        self._corpora.append(read)
 
     def norm_due(self, step: int) -> bool:
         """Return True if the norm of the gradients of this step is to be recorded, on all ranks alike."""
@@ -182,6 +187,8 @@ class MetricsLogger:
     def _pending(self, last: _FinishedStep, seconds: Callable[[], Seconds]) -> Callable[[], Record]:
         """Return a function that completes the record at the next step: the GPU still computes some of its numbers."""
         record: Record = {"step": last.step, "total": last.total, "learning_rate": last.rate, "time": last.time}
+        if self._corpora:
+            record[CORPORA] = {name: count for read in self._corpora for name, count in read().items()}
         late, steps = DeferredScalar(last.loss), self._steps
         norm = None if last.norm is None else DeferredScalar(last.norm)
         examples = DeferredScalar(self._examples) if isinstance(self._examples, Tensor) else None

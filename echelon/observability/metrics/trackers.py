@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from echelon.base.errors import one_line
-from echelon.observability.runlog.log_files import LOGGED
+from echelon.observability.runlog.log_files import CORPORA, LOGGED
 from echelon.observability.runlog.step_phases import BETWEEN, PHASES
 
 Record = dict[str, Any]
@@ -124,4 +124,5 @@ def named_numbers(record: Mapping[str, Any], logged: str = "") -> dict[str, floa
     for name, value in record.items():
         if name not in ("step", "total", "time") and isinstance(value, int | float):
             found[f"{'milliseconds' if name in PHASES or name in BETWEEN else 'train'}/{name}"] = float(value)
+    found |= {f"{CORPORA}/{name}": float(count) for name, count in record.get(CORPORA, {}).items()}
     return found | {f"{logged}{name}": float(value) for name, value in record.get(LOGGED, {}).items()}

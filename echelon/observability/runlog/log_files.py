@@ -16,6 +16,7 @@ from echelon.observability.runlog.run_directory import note_elsewhere
 
 RUN, METRICS, EVENTS, MEMORY = "run.json", "metrics.jsonl", "events.jsonl", "memory.json"
 TRACKERS = "trackers.json"  #: the ids of the run in its trackers
+CORPORA = "corpora"  #: key of the samples that each corpus of a mixture has given
 LOGGED = "logged"  #: key of the numbers that a script has logged itself
 
 _settled: Path | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.base.formatting import things
-from echelon.data import Loader, Repeated, RepeatedStream
+from echelon.data import Loader, Mixture, Repeated, RepeatedStream
 from echelon.data.batched import is_batched
 from echelon.data.blocks import is_blocked
 from echelon.data.data_source import is_stream
@@ -49,6 +49,8 @@ def train_part(request: Request, data: Data) -> Any:
         )
     if is_stream(data.train):
         return RepeatedStream(data.train, size)
+    if isinstance(data.train, Mixture):
+        return data.train.resized(size)
     is_that_long = not isinstance(data.train, tuple) and len(data.train) == size
     return data.train if is_that_long else Repeated(data.train, size)
 
@@ -58,6 +60,7 @@ def _workers(request: Request, train: Any, ranks_on_host: int) -> int:
     threads = _positive(request, "num_preprocessing_threads", 16)
     batches = _positive(request, "num_parallel_batches", 8)
     inner = train.dataset if isinstance(train, Repeated) else train
+    inner = inner.joined if isinstance(inner, Mixture) else inner
     if columns_of(inner) or is_batched(inner) or is_stream(inner):
         return 0
     return min(max(min(threads, _cores()) // ranks_on_host, 1), batches)
