@@ -53,7 +53,17 @@ class Totals:
     judge: Callable[[Tensor], float]
 
 
-Metric = Mean | Overall | Totals
+@dataclass(frozen=True)
+class OfLoss:
+    """A metric that follows from the mean loss.
+
+    judge: function ``judge(loss)`` that returns the metric
+    """
+
+    judge: Callable[[float], float]
+
+
+Metric = Mean | Overall | Totals | OfLoss
 
 
 def predictions(output: Any) -> Any:
@@ -152,6 +162,14 @@ def calibration(sums: Tensor) -> float:
     return float(sums[2] / sums[1]) if sums[1] else float("nan")
 
 
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean cross-entropy, which is that over tokens if the loss averages over tokens."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 def windowed_auc(samples: int) -> Overall:
     """Return the metric of the area under the curve of the last ``samples`` samples of an evaluation."""
     if samples < 1:
@@ -165,6 +183,7 @@ METRICS: dict[str, Metric] = {
     "auc": Overall(scored, area_under_curve),
     "ne": Totals(click_sums, normalized_entropy),
     "calibration": Totals(click_sums, calibration),
+    "perplexity": OfLoss(perplexity),
 }
 
 
@@ -203,8 +222,8 @@ def evaluate(
     """Return the mean of the loss and of each metric over all samples of all ranks.
 
     judge:   function that runs a batch; if several ranks work on one batch, only one of them reports ``samples``
-    metrics: functions ``metric(output, target)`` that return one value per sample or their mean, ``Overall`` and
-             ``Totals`` metrics, or names of built-in ones
+    metrics: functions ``metric(output, target)`` that return one value per sample or their mean, ``Overall``,
+             ``Totals`` and ``OfLoss`` metrics, or names of built-in ones
     taken:   function that returns how many samples of the last batch count (0 for a stand-in batch)
     """
     chosen = resolve(metrics)
@@ -220,6 +239,7 @@ def evaluate(
                 for collector in collectors:
                     collector.add(evaluated, counts)
     result = {name: value for collector in collectors for name, value in collector.result().items()}
+    result |= {name: metric.judge(result["loss"]) for name, metric in chosen.items() if isinstance(metric, OfLoss)}
     return {name: result[name] for name in ("loss", *chosen)}
 
 
@@ -230,7 +250,8 @@ class _Means:
     """
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
-        self._metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, Overall | Totals)}
+        others = (Overall, Totals, OfLoss)
+        self._metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, others)}
         self._world = world
         # the counts of the losses, losses, samples, metrics
         self._sums = torch.zeros(3 + len(self._metrics), dtype=torch.double, device=world.device)

@@ -87,3 +87,32 @@ def test_split_outputs_are_judged_by_all_ranks_and_count_once(samples: int, spre
     expected = run(classified, samples, spread, ranks=1)[0]
     for results in run(classified, samples, spread, ranks=3):
         assert results == pytest.approx(expected, rel=1e-5)
+
+
+def words(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of words and targets, of which later rows have fewer."""
+    g = torch.Generator().manual_seed(3)
+    x, y = torch.randint(9, (samples, 6), generator=g), torch.randint(9, (samples, 6), generator=g)
+    y[torch.arange(6)[None] > 5 - torch.arange(samples)[:, None] % 6] = -100
+    return x, y
+
+
+def of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def perplexities(samples: int) -> tuple[dict[str, float], float]:
+    echelon.init(seed=1)
+    net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    engine = echelon.distribute(net, loss=of_tokens, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log=QUIET)
+    found = engine.evaluate(words(samples), batch_size=4, metrics=["perplexity"])
+    x, y = words(samples)
+    with torch.no_grad():
+        return found, of_tokens(net(x), y).exp().item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_perplexity_is_that_of_all_tokens(ranks: int) -> None:
+    for found, expected in run(perplexities, 17, ranks=ranks):
+        assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
+        assert list(found) == ["loss", "perplexity"]
