@@ -103,10 +103,13 @@ def publish(aside: Path, directory: Path, step: int) -> Path:
 
 
 def prune(directory: Path, step: int, keep: int) -> None:
-    """Remove the oldest checkpoints up to ``step`` beyond ``keep``; later steps may belong to another run."""
+    """Remove the oldest checkpoints up to ``step`` beyond ``keep``; later steps may belong to another run.
+
+    keep: 0 removes all but ``step``, later ones too
+    """
     with _renaming:
         steps = sorted(old for old in complete(directory) if old <= step)
-        for old in steps[:-keep]:
+        for old in steps[:-keep] if keep else complete(directory).keys() - {step}:
             removed = aside_path(directory, old, "removed")
             complete(directory)[old].rename(removed)
             sync_directory(directory)

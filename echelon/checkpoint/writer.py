@@ -25,7 +25,8 @@ class Writer:
     """Writes checkpoints into ``directory``. Every rank makes one, and all ranks call ``save`` together.
 
     ``asynchronous`` copies the tensors to host memory and writes them from a thread while training goes on.
-    ``keep`` is the number of checkpoints, up to the one just written, that are kept; older ones are removed.
+    ``keep`` is the number of checkpoints, up to the one just written, that are kept; older ones are removed. With
+    ``only`` the one just written is the only one, and later ones are removed as well.
     ``timeout`` bounds, in seconds, the wait for a rank that is alive but does not join the save.
     ``saved`` is called with the path of each completed checkpoint, maybe from a thread.
     """
@@ -35,6 +36,7 @@ class Writer:
         directory: str | os.PathLike[str],
         *,
         keep: int | None = None,
+        only: bool = False,
         asynchronous: bool = True,
         rank: int = 0,
         world_size: int = 1,
@@ -47,7 +49,7 @@ class Writer:
         if group is None and world_size > 1:
             raise UsageError(f"{world_size} processes cannot save together without a group; pass group=")
         self._directory = Path(directory).absolute()
-        self._keep = keep
+        self._keep = 0 if only else keep
         self._asynchronous = asynchronous
         self._peers = SavePeers(rank, world_size, group, timeout)
         self._allotment = WritePlanCache()

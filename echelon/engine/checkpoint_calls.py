@@ -24,12 +24,33 @@ class CheckpointCalls(EngineState):
 
         >>> path = engine.save("runs/checkpoints", wait=True)
         """
+        return self._save(directory, wait)
+
+    @collective_call("save")
+    def save_best(
+        self, value: float, directory: str | Path | None = None, *, largest: bool = False, wait: bool | None = None
+    ) -> Path | None:
+        """Write a checkpoint if ``value`` is the best so far, in place of the best one before; return its path or None.
+
+        All ranks call it together. A resumed run goes on comparing with the value that was saved last.
+
+        value:     result of an evaluation, the same on all ranks; NaN is never best
+        directory: directory of this one checkpoint; default: ``best`` in that of ``distribute(checkpoint=...)``
+        largest:   True if a larger value is better; default: a smaller one, as for a loss
+        wait:      as in ``save``
+
+        >>> path = engine.save_best(engine.evaluate(dataset)["loss"], "runs/best")
+        """
+        place = self._best.place(directory)
+        return self._save(place, wait, float(value)) if self._best.accepts(value, largest, place) else None
+
+    def _save(self, directory: str | Path | None, wait: bool | None, best: float | None = None) -> Path:
         with self._clock.apart("checkpoint"):
             self._passes.losses.check_all()
             self._ema.before_save()
             own = self._checkpoints.own_state()  # this rank's own weights, before the average is shown
             with self._replicas.shown():
-                return self._checkpoints.save(directory, self.steps, own, wait)
+                return self._checkpoints.save(directory, self.steps, own, wait, best)
 
     @collective_call("communicate")
     def whole_state(self) -> dict[str, Tensor]:

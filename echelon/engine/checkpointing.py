@@ -72,7 +72,12 @@ class CheckpointManager:
         step: int,
         own: Mapping[str, Tensor],
         wait: bool | None,
+        best: float | None = None,
     ) -> Path:
+        """Write a checkpoint.
+
+        best: result for which it is kept as the only one of its directory; default None
+        """
         place = directory if directory is not None else self._run.checkpoints.directory
         if place is None:
             raise UsageError(
@@ -85,10 +90,11 @@ class CheckpointManager:
         self._run.checkpoints.locks.take(Path(place))
         tensors, facts = self._state(step, own)
         facts["servers"] = self._run.backend.save(Path(place), step)
+        facts |= {} if best is None else {"best": best}
         optimizers = self._parts.optimizers.values()
         if wait is None and any(getattr(optimizer, "fills_host", False) for optimizer in optimizers):
             wait = True  # host memory has no room for the second copy that a background write needs
-        path = self._writer(Path(place)).save(step, {**tensors, **own}, facts, wait)
+        path = self._writer(Path(place), only=best is not None).save(step, {**tensors, **own}, facts, wait)
         self._run.backend.forget_saves(Path(place))
         return path
 
@@ -320,7 +326,7 @@ class CheckpointManager:
         else:  # another number of ranks has other streams; they are seeded from the seed and the step
             seed_for_rank(self._world.seed + stored.step, self._stream)
 
-    def _writer(self, directory: Path) -> Writer:
+    def _writer(self, directory: Path, only: bool = False) -> Writer:
         from echelon.checkpoint import Writer
 
         if directory not in self._writers:
@@ -328,6 +334,7 @@ class CheckpointManager:
             self._writers[directory] = Writer(
                 directory,
                 keep=settings.keep if Path(settings.dir) == directory else None,
+                only=only,
                 asynchronous=settings.asynchronous,
                 rank=self._world.mesh_rank,
                 world_size=self._world.mesh_size,

@@ -220,6 +220,12 @@ class DeferredEngine(Engine):
         return self._created().save(directory, wait=wait)
 
     @collective_call("save")
+    def save_best(
+        self, value: float, directory: str | Path | None = None, *, largest: bool = False, wait: bool | None = None
+    ) -> Path | None:
+        return self._created().save_best(value, directory, largest=largest, wait=wait)
+
+    @collective_call("save")
     def save_pretrained(
         self,
         directory: str | Path,

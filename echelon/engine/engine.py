@@ -15,6 +15,7 @@ from echelon.base.mesh import AXES
 from echelon.data import Loader
 from echelon.data.torch_loader import LoaderRequest
 from echelon.distributed.activity import activity
+from echelon.engine.best_checkpoint import BestCheckpoint
 from echelon.engine.checkpoint_calls import CheckpointCalls
 from echelon.engine.checkpointing import CheckpointManager
 from echelon.engine.collective_calls import collective_call
@@ -73,6 +74,7 @@ class Engine(OwnLoop, CheckpointCalls):
         self._replicas = ReplicaSync(run, grid, parts, buffers)
         self._ema = MovingAverage(run, parts, self._replicas, self._answer_roll, early.ema)
         self._checkpoints = CheckpointManager(run, planned.world, planned.stream, parts, self._ema)
+        self._best = BestCheckpoint(planned.world, run.checkpoints.directory)
         self._memories = self._memory_checkpointer()
         self._restorer = StateRestorer(run, self._checkpoints, parts, self._ema, early.state)
         self._nonfinite = NonfiniteSteps(planned, parts, self._restorer)

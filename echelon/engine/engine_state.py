@@ -15,6 +15,7 @@ from echelon.engine.run_view import RunView
 from echelon.plan import Plan
 
 if TYPE_CHECKING:
+    from echelon.engine.best_checkpoint import BestCheckpoint
     from echelon.engine.checkpointing import CheckpointManager
     from echelon.engine.ema import MovingAverage
     from echelon.engine.forward_backward import ForwardBackward
@@ -42,6 +43,7 @@ class EngineState:
     _replicas: ReplicaSync
     _ema: MovingAverage
     _checkpoints: CheckpointManager
+    _best: BestCheckpoint
     _restorer: StateRestorer
     _nonfinite: NonfiniteSteps
     _own_view: RunView
