@@ -164,7 +164,11 @@ def _is_in_one_piece(plan: Plan) -> bool:
 
 
 def _only_blocks(plan: Plan) -> str | None:
-    """Return why only blocks can be compiled, or None. Both cases send between blocks, outside of compiled code."""
+    """Return why only blocks can be compiled, or None.
+
+    Both cases send between blocks, outside of compiled code, with the numbers of uncompiled runs. It takes a request,
+    because neither speed nor memory has been measured on several GPUs.
+    """
     if plan.mesh.get("stage", 1) > 1:
         return "stages send the outputs of units"
     if plan.shard is not None and plan.shard.level == 3:

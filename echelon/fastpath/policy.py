@@ -42,7 +42,7 @@ class FastPathTraits:
     blocks:       names of the repeated blocks, if all of them are equal
     compiled:     True if user code has compiled the model or a part of it
     cut:          reason why the model cannot be compiled under this plan
-    only_blocks:  reason why only repeated blocks can be compiled, and not the whole model
+    only_blocks:  reason why only repeated blocks can be compiled, on request, and not the whole model
     slow_inside:  reason why compiling would not pay off
     convolutions: True if the model has 2-D convolutions
     views:        reason why the model may fail with channels last
@@ -127,9 +127,7 @@ def _no_compile(traits: FastPathTraits) -> str | None:
         return ALREADY
     if traits.machine.cuda and not traits.machine.triton:
         return "Triton, which torch.compile makes kernels with, does not work here"
-    if traits.only_blocks and not traits.blocks:
-        return f"{traits.only_blocks}, so that only repeated blocks can be compiled, and there are none that are alike"
-    return traits.cut or traits.slow_inside
+    return traits.cut or traits.only_blocks or traits.slow_inside
 
 
 def _no_bf16(amp: object, traits: FastPathTraits) -> str | None:

@@ -41,11 +41,9 @@ class DefaultRun:
         """Return the runtime as such a run uses it."""
         return replace(system, captures=self.graphs)
 
-    def compiles(self, *, replicate: int, stage: int, split: int, shard: int, schedule: str | None = None) -> bool:
+    def compiles(self, *, replicate: int, stage: int, split: int, shard: int) -> bool:
         """Return True if a run with such a plan compiles, by the rules of ``fastpath.inspect``."""
-        if self.compiled is None or split > 1 or (stage > 1 and schedule == "zero-bubble"):
-            return False
-        if self.compiled == "whole" and (stage > 1 or shard == 3):
+        if self.compiled is None or stage > 1 or split > 1 or shard == 3:
             return False
         return not (self.norms and replicate > 1)
 

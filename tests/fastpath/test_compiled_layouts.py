@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import echelon
-from echelon import Fast, Shard, Strategy
+from echelon import Fast, Strategy
 from echelon.fastpath import compile as compiled
 
 WIDTH, ROWS = 32, 8
@@ -49,33 +49,10 @@ class Gates(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class Torchs(Gates):
-    """The same around blocks whose forward is torch's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.TransformerEncoderLayer(WIDTH, 2, 64, 0.0, batch_first=True) for _ in range(4))
-        self.blocks = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:, None])[:, 0]
-
-
-MODELS = {"gates": Gates, "torch's": Torchs}
-CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
-    2: {
-        "shard 3": ("gates", {"shard": 3}),
-        "shard 3 of torch's blocks": ("torch's", {"shard": 3}),
-        "shard 3, bf16": ("gates", {"shard": 3, "amp": "bf16"}),
-        "shard 3, merged": ("gates", {"shard": 3, "gradient_merge": 2, "clip": 0.1}),
-        "shard 3, recompute": ("gates", {"shard": 3, "recompute": True}),
-        "stages 2": ("gates", {"stages": 2}),
-        "interleaved": ("gates", {"stages": echelon.pipeline(stages=4, schedule="interleaved", micro_batches=2)}),
-    },
-    4: {
-        "stages 2 x shard 3": ("gates", {"stages": 2, "shard": 3}),
-        "shard 3 in groups": ("gates", {"shard": Shard(level=3, within=2)}),
-    },
+MODELS = {"gates": Gates}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "shard 3": ("gates", {"shard": 3}),
+    "stages 2": ("gates", {"stages": 2}),
 }
 
 
@@ -116,7 +93,7 @@ def train(name: str, fast: Any, options: dict[str, Any]) -> Trained:
             model, optimizer, loss=F.cross_entropy, strategy=Strategy(fast=fast, **options), sample=batch(0)
         )
         first, count = engine.world.data_rank, engine.plan.replicas
-        losses = [float(engine.step(*(part.chunk(count)[first] for part in batch(step)))) for step in range(5)]
+        losses = [float(engine.step(*(part.chunk(count)[first] for part in batch(step)))) for step in range(4)]
         weights = engine.whole_state()
         engine.close()
     return Trained(losses, weights, said.getvalue(), len(programs))
@@ -128,12 +105,11 @@ def both_ways(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, tuple[T
     return {case: (train(name, False, given), train(name, fast, given)) for case, (name, given) in cases.items()}
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_compiled_blocks_equal_uncompiled_without_breaks(ranks: int) -> None:
-    results = run(both_ways, CASES[ranks], ranks=ranks, timeout=300)
-    for case in CASES[ranks]:
+def test_compiled_blocks_equal_uncompiled_without_breaks() -> None:
+    results = run(both_ways, CASES, ranks=2, timeout=200)
+    for case in CASES:
         for rank, (plain, quick) in enumerate(each[case] for each in results):
-            rounding = 1e-2 if "bf16" in case else 1e-6
+            rounding = 1e-6
             assert quick.losses == pytest.approx(plain.losses, rel=rounding), case
             for name, value in plain.weights.items():
                 torch.testing.assert_close(

@@ -64,7 +64,7 @@ def test_on_a_cpu_nothing_is_on_by_itself_and_nothing_is_said() -> None:
     ("asked", "amp", "traits", "part", "reason"),
     [
         (Fast(), None, with_traits(cut="it is cut"), "compile", "it is cut"),
-        (Fast(), None, with_traits(only_blocks="it has stages", blocks=()), "compile", "it has stages, so that only"),
+        (Fast(), None, with_traits(only_blocks="it has stages"), "compile", "it has stages"),
         (Fast(), None, with_traits(slow_inside="it talks"), "compile", "it talks"),
         (Fast(), None, with_traits(compiled=True), "compile", "the model was compiled before distribute()"),
         (Fast(), None, with_traits(fp32=False), "bf16", "the weights are not all fp32"),
@@ -229,23 +229,22 @@ def test_what_plans_do_to_a_model_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "compiles", "reason"),
+    ("changes", "reason"),
     [
-        ({"shard": Shard(level=3)}, True, "None"),
-        ({"mesh": {"replicate": 2, "stage": 2}, "pipeline": echelon.pipeline(schedule="1f1b")}, True, "None"),
-        ({"mesh": {"stage": 2}, "pipeline": echelon.pipeline(), "shard": Shard(level=3)}, True, "None"),
-        ({"mesh": {"split": 2}}, False, "split layers communicate"),
-        ({"mesh": {"stage": 2}, "pipeline": echelon.pipeline(schedule="zero-bubble")}, False, "schedule='zero-bubble'"),
+        ({"shard": Shard(level=3)}, "shard 3 gathers weights"),
+        ({"mesh": {"replicate": 2, "stage": 2}, "pipeline": echelon.pipeline(schedule="1f1b")}, "stages send"),
+        ({"mesh": {"stage": 2}, "pipeline": echelon.pipeline(schedule="zero-bubble")}, "stages send"),
     ],
 )
-def test_gpus_compile_blocks_between_messages(changes: dict[str, Any], compiles: bool, reason: str) -> None:
-    """On GPUs, known here by their capabilities alone, blocks are compiled under shard 3 and stages without a word."""
+def test_gpus_compile_blocks_between_messages_on_request(changes: dict[str, Any], reason: str) -> None:
+    """On GPUs, known here by their capabilities alone, blocks under shard 3 and stages are compiled if asked for."""
     model = Blocks()
     plan = dataclasses.replace(planned(model, ranks=2)[0], **changes)
     traits = traits_of(plan, GPU, model, {}, served=False)
     chosen = decide(Fast(), None, traits)
-    assert chosen.compiled == (traits.blocks if compiles else ())
-    assert str(chosen.left_out.get("compile")).startswith(reason)
+    assert chosen.compiled == ()
+    assert chosen.left_out["compile"].startswith(reason)
+    assert decide(Fast(compile=True), None, traits).compiled == traits.blocks
 
 
 def test_a_plan_keeps_its_fast_path_in_json() -> None:

@@ -220,9 +220,7 @@ class DraftBuilder:
         if self._compile is not None:
             return bool(self._compile)
         mesh = shape.mesh
-        return self._usual.compiles(
-            replicate=mesh.replicate, stage=mesh.stage, split=mesh.split, shard=shape.shard, schedule=shape.schedule
-        )
+        return self._usual.compiles(replicate=mesh.replicate, stage=mesh.stage, split=mesh.split, shard=shape.shard)
 
     # ---- cutting ----
 
