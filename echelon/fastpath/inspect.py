@@ -182,8 +182,6 @@ def _slow_inside(plan: Plan) -> str | None:
             f"{len(plan.sync_batch_norm)} batch norms communicate with other ranks inside forward; "
             "with sync_batch_norm=False the model is compiled"
         )
-    if plan.pipeline is not None and plan.pipeline.schedule == "zero-bubble":
-        return "schedule='zero-bubble' defers the gradients of single layers, and a compiled block computes all at once"
     return "activations are offloaded to host memory" if plan.offload else None
 
 

@@ -233,7 +233,6 @@ def test_what_plans_do_to_a_model_is_found() -> None:
     [
         ({"shard": Shard(level=3)}, "shard 3 gathers weights"),
         ({"mesh": {"replicate": 2, "stage": 2}, "pipeline": echelon.pipeline(schedule="1f1b")}, "stages send"),
-        ({"mesh": {"stage": 2}, "pipeline": echelon.pipeline(schedule="zero-bubble")}, "stages send"),
     ],
 )
 def test_gpus_compile_blocks_between_messages_on_request(changes: dict[str, Any], reason: str) -> None:
