@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.base.dynamo_stub import without_dynamo
 from echelon.base.errors import EchelonError, UsageError, first_line
+from echelon.base.symbolic_shapes_stub import without_symbolic_shapes
 from echelon.plan.partition import find_units
 from echelon.planner.model_costs import ModelCosts, ModelUnit
 from echelon.planner.profiling.compiled_pass import compile_pass
@@ -226,15 +227,20 @@ class Profile:
         self._measured[(split, amp, sizes, False)] = measured
         return measured
 
-    def _untraced(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context without torch's tracer if all code is torch's or this package's, which compiles nothing."""
+    @contextlib.contextmanager
+    def _untraced(self) -> Iterator[None]:
+        """Do without torch's tracer and symbolic shapes if no code compiles: all is torch's or this package's."""
         own = [type(module).__module__ for module in self._model.modules()]
         if isinstance(self._step, functools.partial):
             own += [getattr(part, "__module__", None) or "" for part in (self._step.func, *self._step.args) if part]
         else:
             own.append("")
         known = ("torch.nn.", "torch._C", "echelon.planner.profiling.")
-        return without_dynamo() if all(name.startswith(known) for name in own) else contextlib.nullcontext()
+        with contextlib.ExitStack() as within:
+            if all(name.startswith(known) for name in own):
+                within.enter_context(without_dynamo())
+                within.enter_context(without_symbolic_shapes())
+            yield
 
     def _rehearse(self, shadow: FakeModel, samples: int, amp: str | None, backward: bool = True) -> FakePass:
         batch = self.placeholders(samples)
