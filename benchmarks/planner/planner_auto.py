@@ -12,7 +12,12 @@ planner's choice, take turns for ``--rounds`` more, and the figure is the median
 run before everything else on the machine. The planner knows of this machine what ``echelon bench`` says, and of the
 network its rate; from 1gbit on, where the cores have a part in it, what the same measurement of messages and
 collectives says between two hosts. All plans learn from the same batches; the losses of their first steps are compared.
-"of the best" is the best plan's step time over the choice's: at least 0.97 is wanted.
+Auto's choice is made as a run makes it: of the plans that it would try (``Auto.trials``, the run without a strategy
+among them where that is close), each is built and trained for some steps, in ``--looks`` turns, and the one with the
+least median runs. These steps count as auto's, and their seconds are told; the figures that judge it come from other
+turns.
+"of the best" is the best plan's step time over the choice's: at least 0.97 is wanted; "predicted alone" is the same
+without trials.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,7 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.data_parallel.slow_links import Contender, ContenderFailed
+from benchmarks.planner.planner_auto_choice import Answer, choose, machines
 from benchmarks.planner.planner_hand import by_hand
 from benchmarks.planner.planner_models import OPTIMIZER, TASKS, Task
 from benchmarks.support.cpu_quota import Quotas
@@ -43,12 +50,12 @@ from benchmarks.support.network import INTERFACE, UNLIMITED, Network, bits_per_s
 from echelon.base.config import build
 from echelon.plan.draft import Draft
 from echelon.planner.apply.save_plan import make_saved_plan
-from echelon.planner.cluster.cluster import Cluster, Host, Link
+from echelon.planner.cluster.cluster import Cluster, Link
 from echelon.planner.cluster.detect import cores
 from echelon.planner.cluster.schema import LinkEntry
 from echelon.planner.cost.predict import CostModel
-from echelon.planner.plan_search.search import search
 from echelon.planner.profiling.profile import Profile, profile
+from echelon.strategy import Auto
 from echelon.tools.bench.fit_figures import link_figures
 
 WORKER = Path(__file__).with_name("planner_auto_worker.py")
@@ -147,6 +154,8 @@ class Trial:
     def __init__(self, layout: Layout, name: str, found: Profile) -> None:
         self.layout, self.name, self.profile = layout, name, found
         self.seconds: dict[str, dict[Draft, list[float]]] = {}
+        self.looks: dict[str, dict[Draft, list[float]]] = {}  # of auto's own trials
+        self.spent = 0.0  # seconds of auto's own trials, at all rates
         self.losses: dict[Draft, list[float]] = {}
         self.failed: dict[Draft, str] = {}
         self._ports = itertools.count(29600)
@@ -160,18 +169,23 @@ class Trial:
         if self._crew is not None:
             self._crew.close()
 
-    def visit(self, draft: Draft, rates: list[str]) -> None:
-        """Build it, train some steps at each of the rates, drop it. A plan that fails is not asked again."""
+    def visit(self, draft: Draft, rates: list[str], look: bool = False) -> None:
+        """Build it, train some steps at each of the rates, drop it. A plan that fails is not asked again.
+
+        look: True if this is one of auto's own trials
+        """
         if draft in self.failed:
             return
+        begin = time.monotonic()
         try:
-            self._visit(draft, rates)
+            self._visit(draft, rates, self.looks if look else self.seconds)
+            self.spent += (time.monotonic() - begin) * look
         except (ContenderFailed, OSError) as error:
             self.failed[draft] = str(error)
             self.close()  # ranks may wait for each other: others take their place
             self.open(self._network)
 
-    def _visit(self, draft: Draft, rates: list[str]) -> None:
+    def _visit(self, draft: Draft, rates: list[str], into: dict[str, dict[Draft, list[float]]]) -> None:
         crew = self._crew
         assert crew is not None
         self._network.limit(UNLIMITED)  # to hand out weights and to connect
@@ -183,14 +197,20 @@ class Trial:
             seconds, _ = crew.train(warm_up=1, steps=1)
             if seconds < TURN:
                 seconds, _ = crew.train(warm_up=0, steps=max(2, min(12, math.ceil(TURN / seconds))))
-            self.seconds.setdefault(rate, {}).setdefault(draft, []).append(seconds)
+            into.setdefault(rate, {}).setdefault(draft, []).append(seconds)
         crew.ask("drop")
 
-    def finalists(self, rate: str, chosen: Draft) -> list[Draft]:
+    def quickest(self, rate: str, answer: Answer) -> Draft:
+        """Return the plan that auto runs: of its candidates, the one with the least median of its own trials."""
+        found = self.looks.get(rate, {})
+        tried = [draft for draft in answer.candidates if draft in found]
+        return min(tried, key=lambda draft: statistics.median(found[draft]), default=answer.predicted)
+
+    def finalists(self, rate: str, chosen: Iterable[Draft]) -> list[Draft]:
         found = {draft: seconds[0] for draft, seconds in self.seconds[rate].items()}
         best = min(found.values())
         near = [draft for draft in sorted(found, key=found.__getitem__) if found[draft] <= NEAR * best]
-        return list(dict.fromkeys([*near[:MOST_FINALISTS], *([chosen] if chosen in found else [])]))
+        return list(dict.fromkeys([*near[:MOST_FINALISTS], *(draft for draft in chosen if draft in found)]))
 
     def settled(self, rate: str, finalists: list[Draft]) -> dict[Draft, float]:
         """Seconds of a step: of finalists from the rounds that they had together, of others from the first look."""
@@ -204,14 +224,7 @@ class Trial:
         return max((abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=True)), default=0.0)
 
 
-# ---- what the planner says ----
-
-
-def machines(layout: Layout, bench: Path, network: Link) -> Cluster:
-    """This machine's cores, shared by all ranks, as hosts on such a network."""
-    (_, here), *_ = Cluster.parse(f"{layout.ranks}xhere", bench=bench).hosts
-    host = Host(here.devices[: layout.each], here.link)
-    return Cluster(((layout.hosts, host),), network, f"{layout} at {network.name}")
+# ---- the verdict ----
 
 
 def links(network: Network, hosts: int, rates: list[str]) -> dict[str, Link]:
@@ -232,11 +245,6 @@ def _link(crew: Crew, network: Network, rate: str) -> Link:
         return Link(rate, bandwidth, found.latency, origin="given", skew=found.skew)
     size, seconds = found.tables["p2p", 2][-1]
     return dataclasses.replace(found, bandwidth=min(bandwidth, size / seconds))
-
-
-def choose(found: Profile, cluster: Cluster, rows: int) -> Draft:
-    """The best plan that uses all ranks: a job has no others."""
-    return search(found, cluster, batch=rows, optimizer=OPTIMIZER, devices=cluster.size).best[0].draft
 
 
 def pair_order(measured: list[float], foretold: list[float]) -> float:
@@ -270,17 +278,25 @@ def compete(layout: Layout, name: str, args: argparse.Namespace) -> list[dict[st
 def _competed(
     trial: Trial, task: Task, measured_links: dict[str, Link], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    clusters = {rate: machines(trial.layout, args.bench, link) for rate, link in measured_links.items()}
-    chosen = {rate: choose(trial.profile, cluster, task.rows) for rate, cluster in clusters.items()}
-    drafts = list(dict.fromkeys([*by_hand(trial.profile, trial.layout.ranks, task.rows), *chosen.values()]))
-    for draft in drafts[: args.most] + [draft for draft in chosen.values() if draft in drafts[args.most :]]:
+    clusters = {
+        rate: machines(trial.layout.hosts, trial.layout.each, args.bench, link) for rate, link in measured_links.items()
+    }
+    answers = {rate: choose(trial.profile, cluster, task.rows, args.trials) for rate, cluster in clusters.items()}
+    for _ in range(args.looks):
+        for rate, answer in answers.items():
+            for draft in answer.candidates:
+                trial.visit(draft, [rate], look=True)
+    chosen = {rate: trial.quickest(rate, answer) for rate, answer in answers.items()}
+    own = dict.fromkeys(draft for answer in answers.values() for draft in (answer.predicted, *answer.candidates))
+    drafts = list(dict.fromkeys(by_hand(trial.profile, trial.layout.ranks, task.rows)))[: args.most]
+    for draft in dict.fromkeys([*drafts, *own]):
         trial.visit(draft, args.rates)
-    finalists = {rate: trial.finalists(rate, chosen[rate]) for rate in args.rates}
+    finalists = {rate: trial.finalists(rate, (chosen[rate], answers[rate].predicted)) for rate in args.rates}
     everyone = list(dict.fromkeys(itertools.chain.from_iterable(finalists.values())))
     for turn in range(args.rounds):
         for draft in reversed(everyone) if turn % 2 else everyone:
             trial.visit(draft, [rate for rate in args.rates if draft in finalists[rate]])
-    return [judged(trial, rate, chosen[rate], finalists[rate], clusters[rate]) for rate in args.rates]
+    return [judged(trial, rate, answers[rate], finalists[rate], clusters[rate]) for rate in args.rates]
 
 
 def _profiled(task: Task, name: str) -> Profile:
@@ -289,8 +305,9 @@ def _profiled(task: Task, name: str) -> Profile:
     return profile(model, (x, y), loss=task.loss, name=name)
 
 
-def judged(trial: Trial, rate: str, chosen: Draft, finalists: list[Draft], cluster: Cluster) -> dict[str, Any]:
+def judged(trial: Trial, rate: str, answer: Answer, finalists: list[Draft], cluster: Cluster) -> dict[str, Any]:
     measured = trial.settled(rate, finalists)
+    chosen, predicted = trial.quickest(rate, answer), answer.predicted
     costs = CostModel(trial.profile, cluster, optimizer=OPTIMIZER)
     foretold = {draft: costs.predict(draft, memory=False).seconds for draft in measured}
     best = min(measured, key=measured.__getitem__)
@@ -308,6 +325,10 @@ def judged(trial: Trial, rate: str, chosen: Draft, finalists: list[Draft], clust
         "best_cuts": best.cuts,
         "best_ms": round(1e3 * measured[best], 2),
         "of_the_best": round(measured[best] / measured[chosen], 4) if chosen in measured else 0.0,
+        "predicted": str(predicted),
+        "predicted_alone": round(measured[best] / measured[predicted], 4) if predicted in measured else 0.0,
+        "tried": [[str(d), d.cuts, [round(1e3 * s, 2) for s in each]] for d, each in trial.looks.get(rate, {}).items()],
+        "trial_seconds": round(trial.spent / max(1, len(trial.looks)), 1),
         "place": 1 + order.index(chosen) if chosen in measured else None,
         "pair_order": round(pair_order(list(measured.values()), list(foretold.values())), 3),
         "mean_error": round(statistics.mean(errors), 3),
@@ -333,7 +354,9 @@ def show(result: dict[str, Any], most: int = 8) -> None:
     for words, why in result["failed"].items():
         print(f"  {words}: failed: {why}")
     print(
-        f"  the choice is {result['of_the_best']:.3f} of the best, place {result['place']}; "
+        f"  the choice is {result['of_the_best']:.3f} of the best, place {result['place']}, after "
+        f"{len(result['tried'])} trials of {result['trial_seconds']:.0f} s in all; "
+        f"predicted alone {result['predicted_alone']:.3f}; "
         f"pairs in order {result['pair_order']:.0%}, mean error {result['mean_error']:.0%}; "
         f"losses {result['losses_differ_by']:.0e} apart"
     )
@@ -349,6 +372,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit"])
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--rounds", type=int, default=3, help="of the best plans and the choice")
+    parser.add_argument("--trials", type=int, default=Auto().trials, help="plans that auto measures before it runs one")
+    parser.add_argument("--looks", type=int, default=2, help="turns of auto's own trials")
     parser.add_argument("--bench", type=Path, help="of 'echelon bench --procs N'; else it is measured first")
     parser.add_argument("--most", type=int, default=1000, help="measure only so many plans")
     parser.add_argument("--quick", action="store_true", help="one layout, one rate, few plans: to see that all runs")
@@ -389,9 +414,14 @@ def main() -> None:
                     show(result)
                 keep(results, begin, args.out)  # the next one takes minutes
     minutes = (time.monotonic() - begin) / 60
-    print(f"\n{'model':12} {'layout':>6} {'rate':>8} {'of the best':>12} {'pairs in order':>15}")
+    print(
+        f"\n{'model':12} {'layout':>6} {'rate':>8} {'of the best':>12} {'predicted alone':>16} {'pairs in order':>15}"
+    )
     for r in results:
-        print(f"{r['model']:12} {r['layout']:>6} {r['rate']:>8} {r['of_the_best']:12.3f} {r['pair_order']:15.0%}")
+        print(
+            f"{r['model']:12} {r['layout']:>6} {r['rate']:>8} {r['of_the_best']:12.3f} {r['predicted_alone']:16.3f} "
+            f"{r['pair_order']:15.0%}"
+        )
     reached = sum(r["of_the_best"] >= WANTED for r in results)
     print(f"{reached} of {len(results)} at least {WANTED}; {os.cpu_count()} cores, {minutes:.1f} minutes")
     if any(result["losses_differ_by"] > TOLERANCE for result in results):

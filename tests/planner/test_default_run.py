@@ -13,7 +13,12 @@ from echelon import Strategy
 from echelon.fastpath.policy import DeviceCapabilities
 from echelon.plan.draft import Draft
 from echelon.plan.prediction import PARTS, PredictedMemory, Prediction
-from echelon.planner.apply.default_comparison import compare_with_default, default_choice
+from echelon.planner.apply.default_comparison import (
+    compare_with_default,
+    default_choice,
+    doubt_of,
+    with_rivals,
+)
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.cost.system import ECHELON
@@ -140,6 +145,33 @@ def test_a_found_plan_counts_only_if_it_beats_the_default(
     assert [str(each.draft).partition(",")[0] for each in found.choices] == taken
     assert found.measure is measure
     assert line in found.line
+
+
+CLOSE, FAR = choice(1.1, split=2), choice(1.4, stage=2, cuts=(1,), micro_batches=4)
+
+
+@pytest.mark.parametrize(
+    ("plain", "steps", "taken"),
+    [
+        (choice(1.5, **PLAIN), 10**3, [FOUND, {"split": 2}]),  # the far one cannot be quicker by such an error
+        (choice(1.01, **PLAIN), 10**6, [PLAIN, FOUND, {"split": 2}]),  # with the two that were to be measured anyway
+        (choice(1.5, **PLAIN), 200, [FOUND]),  # the trials would take longer than they can save
+    ],
+)
+def test_rivals_are_tried_where_that_costs_less_than_an_error(
+    plain: PlanChoice, steps: int, taken: list[dict[str, Any]]
+) -> None:
+    against = compare_with_default(choice(1.0, **FOUND), plain, steps, measured=False, started=20.0)
+    found = with_rivals(against, [*against.choices, CLOSE, FAR], steps, 0.15, started=20.0)
+    assert [each.draft for each in found.choices] == [Draft(batch=8, **fields) for fields in taken]
+    assert found.measure is (len(taken) > 1)
+    assert (f"{len(taken)} plans are too close to tell" in found.line) is found.measure
+
+
+def test_ranks_on_cpus_are_doubted_more_than_gpus() -> None:
+    doubts = [doubt_of(Cluster.parse(words, bench=False)) for words in ("1xhere", "8xH100", "2xhere")]
+    assert doubts == sorted(doubts)
+    assert doubts[-1] > doubts[-2]
 
 
 def test_the_default_choice_is_a_replica_on_every_device() -> None:

@@ -232,7 +232,13 @@ def find_plans(
 ) -> dict[str, Any]:
     """Return the plans to run or to measure, as JSON, and log lines about them. Raises UsageError if no plan fits."""
     from echelon.base.quantities import quantity
-    from echelon.planner.apply.default_comparison import compare_with_default, default_choice, is_measured
+    from echelon.planner.apply.default_comparison import (
+        compare_with_default,
+        default_choice,
+        doubt_of,
+        is_measured,
+        with_rivals,
+    )
     from echelon.planner.cluster.cluster import with_memory_limit
     from echelon.planner.plan_search.search import search
     from echelon.planner.profiling.profile import profile
@@ -257,10 +263,13 @@ def find_plans(
         raise UsageError(_nothing_fits(answer))
     plain = default_choice(looked, with_memory_limit(cluster, memory), task.samples, task.usual, stepping)
     against = compare_with_default(answer.best[0], plain, task.steps, measured=is_measured(cluster))
-    choices = against.choices
-    if auto.measure:
-        others = [*answer.best, *answer.as_quick, *_neighbours(answer, auto, world.size, fixed)]
-        choices = tuple(_different(_once([*against.choices, *others]), auto.trials))
+    candidates = trial_candidates(answer, against, auto, world.size, fixed)
+    choices = tuple(candidates)
+    if auto.measure is None:
+        against = with_rivals(against, candidates, task.steps, doubt_of(cluster))
+        choices = against.choices
+    elif not auto.measure:
+        choices = against.choices
     plans = [
         make_saved_plan(choice.draft, looked, model=model, cluster=str(cluster), prediction=choice.prediction).to_json()
         for choice in choices
@@ -272,6 +281,14 @@ def find_plans(
         lines.append("auto: micro-batches skipped: batch norm or experts depend on whole batches")
     measure = against.measure if auto.measure is None else auto.measure
     return {"plans": plans, "lines": lines, "measure": measure}
+
+
+def trial_candidates(
+    answer: SearchResult, against: DefaultComparison, auto: Auto, ranks: int, fixed: Mapping[str, object]
+) -> list[PlanChoice]:
+    """Return the plans to measure, ``auto.trials`` in all: what the comparison takes, the best of each mesh, others."""
+    others = [*answer.best, *answer.as_quick, *_neighbours(answer, auto, ranks, fixed)]
+    return _different(_once([*against.choices, *others]), auto.trials)
 
 
 def _once(choices: Iterable[PlanChoice]) -> list[PlanChoice]:

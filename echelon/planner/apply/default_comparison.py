@@ -1,15 +1,19 @@
-"""Comparison of the plan that ``auto`` has found with a run without a strategy, which it must not be slower than."""
+"""Comparison of the plan that ``auto`` has found with a run without a strategy, which it must not be slower than.
+
+Plans that are predicted to be nearly as quick as the best may be quicker: predictions of ranks on CPUs err by 8 to
+21 %. Where that can cost more than some measured steps of each, they are measured.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.base.formatting import duration
 from echelon.plan.draft import Draft
-from echelon.planner.apply.trial import BEGUN, COUNTED, WARM
+from echelon.planner.apply.trial import BEGUN, WARM, counted_steps
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cost.predict import predict
 from echelon.planner.default_run import DefaultRun
@@ -22,6 +26,9 @@ from echelon.planner.plan_search.search_result import PlanChoice
 DOUBT_MEASURED, DOUBT_CATALOG = 0.03, 0.1
 #: Times the doubt: a larger difference needs no measured trial.
 CLEAR = 2
+#: The same between plans on several ranks of CPUs, which share memory and caches, and whose messages need them too:
+#: about the mean error of such predictions (``benchmarks/measured/planner_auto.json``).
+DOUBT_CPU_RANKS = 0.15
 
 
 @dataclass(frozen=True)
@@ -77,13 +84,47 @@ def compare_with_default(
     if gain > CLEAR * doubt:
         return DefaultComparison((best,), f"{beside} ({plain.seconds / best.seconds - 1:+.0%})")
     first, other = (best, plain) if gain > doubt else (plain, best)
-    started = time.monotonic() - BEGUN if started is None else started
-    costs = 2 * (started + (WARM + COUNTED) * plain.seconds)
+    costs = trial_seconds((first, other), started)
     if steps * plain.seconds * doubt > costs:
         line = f"{beside}: too close to tell, so both are measured (some {duration(costs)})"
         return DefaultComparison((first, other), line, measure=True)
     taken = "the found plan is taken" if first is best else "it is taken, as the difference is within the error"
     return DefaultComparison((first,), f"{beside}: {taken}")
+
+
+def with_rivals(
+    against: DefaultComparison, rivals: Sequence[PlanChoice], steps: int, doubt: float, started: float | None = None
+) -> DefaultComparison:
+    """Return the comparison with measured trials of plans that may be quicker, if these cost less than they may save.
+
+    rivals: other plans; of these, the ones within twice ``doubt`` of the plan to run are measured
+    """
+    first = against.choices[0]
+    known = {choice.draft for choice in against.choices}
+    within = (1 + CLEAR * doubt) * first.seconds
+    near = [one for one in rivals if one.draft not in known and one.seconds < within]
+    if not near:
+        return against
+    choices = (*against.choices, *near)
+    costs = trial_seconds(choices, started)
+    if steps * first.seconds * doubt <= costs:
+        return against
+    line = f"{len(choices)} plans are too close to tell, so they are measured (some {duration(costs)})"
+    beside = against.line.partition(": ")[0] if against.measure else against.line
+    return replace(against, choices=choices, line=f"{beside}; {line}", measure=True)
+
+
+def trial_seconds(choices: Sequence[PlanChoice], started: float | None = None) -> float:
+    """Return about how long trials of the choices take, each in processes that start as this one did."""
+    started = time.monotonic() - BEGUN if started is None else started
+    return sum(started + (WARM + counted_steps(choice.seconds)) * choice.seconds for choice in choices)
+
+
+def doubt_of(cluster: Cluster) -> float:
+    """Return the difference of two predictions, as a fraction, below which either plan may be the faster one."""
+    if cluster.size > 1 and any(device.name.startswith("CPU") for device in cluster.kinds):
+        return DOUBT_CPU_RANKS
+    return DOUBT_MEASURED if is_measured(cluster) else DOUBT_CATALOG
 
 
 def is_measured(cluster: Cluster) -> bool:

@@ -39,6 +39,7 @@ from echelon.base.environment import (
     RESTART_COUNT,
     TRIAL,
 )
+from echelon.base.formatting import duration
 from echelon.base.job_secret import find_token
 from echelon.distributed import rank_main
 from echelon.distributed.collectives import gather_json
@@ -46,8 +47,10 @@ from echelon.distributed.world import World
 from echelon.launcher.failure import read_record
 from echelon.plan.saved_plan import SavedPlan
 
-#: Number of warm-up steps, and of timed steps.
-WARM, COUNTED = 2, 5
+#: Number of warm-up steps: an engine's first ones take up to 1.6 times as long.
+WARM = 3
+#: Least and most timed steps, and the seconds that they take together in between: short steps scatter more.
+FEWEST, MOST, COUNTED = 5, 40, 2.0
 #: Seconds that a trial may take, in addition to twice this process's time until the trial and to the predicted steps.
 PATIENCE = 120.0
 LOOK = 0.1
@@ -87,7 +90,8 @@ class Trial:
             return
         self._has_begun = True
         seconds = []
-        for _, (args, named) in zip(range(WARM + COUNTED), batches, strict=False):
+        predicted = self.candidate.predicted.seconds if self.candidate.predicted else COUNTED
+        for _, (args, named) in zip(range(WARM + counted_steps(predicted)), batches, strict=False):
             begun = _now(engine.world.device)
             engine.step(*args, **named)
             seconds.append(_now(engine.world.device) - begun)
@@ -100,6 +104,11 @@ class Trial:
                 dist.barrier(engine.world.control)  # a rank that exits early closes connections that others still use
         sys.stdout.flush()
         os._exit(0)  # the rest of the script must not run
+
+
+def counted_steps(predicted: float) -> int:
+    """Return the number of steps that a trial times, from the predicted seconds of a step: equal on all ranks."""
+    return max(FEWEST, min(MOST, round(COUNTED / max(predicted, 1e-6))))
 
 
 def find_trial() -> Trial | None:
@@ -148,6 +157,7 @@ def find_quickest_plan(
         say("auto: there is no script to run again for trials here; the plan is the one predicted to be quickest")
         return plans[0]
     say(f"auto: trying {len(plans)} plans, one after another, in processes of their own")
+    begun = time.monotonic()
     with _out_of_the_way(model, world), _TrialRunner(world, script) as runner:
         outcomes = [runner.tried(plan) for plan in plans]
     for plan, outcome in zip(plans, outcomes, strict=True):
@@ -157,7 +167,7 @@ def find_quickest_plan(
         say("auto: no trial has finished; the plan is the one predicted to be quickest")
         return plans[0]
     best = plans[min(timed)[1]]
-    say(f"auto: chosen after {len(plans)} trials: {best.draft}")
+    say(f"auto: chosen after {len(plans)} trials, which took {duration(time.monotonic() - begun)}: {best.draft}")
     return best
 
 
@@ -321,7 +331,7 @@ class _TrialRunner:
 
 def _patience(plan: SavedPlan) -> float:
     expected = plan.predicted.seconds if plan.predicted else 0.0
-    return PATIENCE + 2 * (time.monotonic() - BEGUN) + 10 * (WARM + COUNTED) * expected
+    return PATIENCE + 2 * (time.monotonic() - BEGUN) + 10 * (WARM + counted_steps(expected)) * expected
 
 
 def _first_host(world: World) -> str:
