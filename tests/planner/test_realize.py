@@ -106,6 +106,7 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "replicate x stage, uneven": STAGED | {"replicate": 2, "schedule": "zero-bubble", "shares": (1.0, 2.0)},
     "replicate x split": {"replicate": 2, "split": 2, "shard": 2, "recompute": (True,)},
     "stage x split": STAGED | {"split": 2, "schedule": "1f1b", "recompute": (False, True), "order": (0, 2, 1, 3)},
+    "shard 3 in groups": {"replicate": 4, "shard": 3, "within": 2, "recompute": (True,)},
     "shard 3 x stage": STAGED | {"replicate": 2, "schedule": "gpipe", "shard": 3},
 }
 

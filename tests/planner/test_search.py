@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from echelon.base.errors import UsageError
 from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster, Device, Host, Link
-from echelon.planner.cost.predict import CostModel
+from echelon.planner.cost.predict import CostModel, predict
+from echelon.planner.cost.system import ECHELON
 from echelon.planner.model_costs import Kernel, ModelCosts, ModelUnit, SplitCollective, UnitPass
 from echelon.planner.plan_search.meshes import find_micro_batches
 from echelon.planner.plan_search.search import search
@@ -247,6 +248,16 @@ def test_where_nothing_fits_it_says_what_lacks_and_what_would_do() -> None:
     assert not search(model, machines((count, 2, device(memory=8e9))), batch=8).best
 
 
+def test_low_memory_is_named_where_it_would_fit() -> None:
+    model, draft = Blocks((4096,) * 6), Draft(batch=8, amp="bf16", recompute=(True,))
+    costs = CostModel(model, machines((1, 1, device())), ECHELON, "adam")
+    needed = costs.memory(draft, costs.placement(draft), low_memory=True)[0].total
+    for part, named in ((1.02, True), (0.98, False)):
+        answer = search(model, machines((1, 1, device(memory=part * needed))), batch=8, optimizer="adam")
+        assert answer.nearest is not None
+        assert ("or Strategy(low_memory=True, recompute=True), which rounds" in answer.nearest.reason) is named
+
+
 # ---- devices of several kinds ----
 
 
@@ -302,6 +313,36 @@ def test_the_first_stages_are_on_the_devices_with_most_memory() -> None:
     assert best.draft.order == (1, 0)  # rank 1 has the large one
     assert best.draft.cuts[0] > 3  # and most of the model
     assert best.prediction.fits
+
+
+def test_replicas_of_a_host_share_state_where_the_network_is_slow() -> None:
+    """Gathers stay inside hosts (HSDP), if its memory allows; the numbers are those of a prediction by hand."""
+    model = Blocks((4096,) * 8)
+    fixed = {"stage": 1, "split": 1, "replicate": 32, "micro_batches": 1}
+    found = {}
+    for memory in (14e9, 5e9, 3.5e9):
+        cluster = dataclasses.replace(machines((4, 8, device(memory=memory))), network=Link("slow", 2e9, 1e-5))
+        found[memory] = search(model, cluster, batch=64, fixed=fixed).best[0]
+        assert found[memory].prediction.fits
+    assert [(each.draft.shard, each.draft.within) for each in found.values()] == [(1, 0), (3, 8), (3, 0)]
+    assert found[14e9].seconds < found[5e9].seconds < found[3.5e9].seconds
+
+
+def test_groups_of_replicas_take_the_time_of_both_networks() -> None:
+    model, cluster = Blocks((4096,) * 8), machines((4, 8, device()))
+    alone, groups, whole = (
+        predict(model, cluster, Draft(batch=64, replicate=32, shard=3, within=within)) for within in (0, 8, 32)
+    )
+    assert whole.seconds == alone.seconds
+    assert groups.memory[0].total > alone.memory[0].total
+    faster = dataclasses.replace(cluster, network=Link("fast", 100e9, 1e-6))
+    assert predict(model, faster, groups_of(8)).seconds < groups.seconds  # sums between hosts count too
+    shuffled = tuple(range(32))
+    assert predict(model, cluster, groups_of(8, shuffled)).seconds == pytest.approx(groups.seconds)
+
+
+def groups_of(within: int, order: tuple[int, ...] = ()) -> Draft:
+    return Draft(batch=64, replicate=32, shard=3, within=within, order=order)
 
 
 # ---- what is asked for ----

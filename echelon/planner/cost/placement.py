@@ -52,12 +52,16 @@ class MeshPlacement:
     """The placement of a mesh on a cluster.
 
     edges: for each rank along the stage axis, the edge to the next rank; the last rank's edge leads to the first
+    share: replicas that share training state; the same as ``replicate`` unless groups of replicas do (HSDP)
+    across: replicas with the same place in each of these groups; None if there is one group
     """
 
     replicas: tuple[ReplicaPlacement, ...]
     split: CommGroup
     replicate: CommGroup
     edges: tuple[Edge, ...]
+    share: CommGroup
+    across: CommGroup | None = None
 
     def edge_seconds(self, rank: int, size: float, scattered: bool, gathered: bool = True) -> float:
         """Return the seconds to send ``size`` bytes from stage rank ``rank`` to the next one.
@@ -95,7 +99,16 @@ def _by_arithmetic(draft: Draft, cluster: Cluster) -> MeshPlacement:
         _edge(rank * draft.split, (rank + 1) % draft.stage * draft.split, draft.split, here, host.link, cluster.network)
         for rank in range(draft.stage)
     )
-    return MeshPlacement(replicas, split, replicate, edges)
+    if not _has_groups(draft):
+        return MeshPlacement(replicas, split, replicate, edges, share=replicate)
+    share = _strided_group(draft.within, apart, here, host.link, cluster.network, draft.ranks)
+    groups = draft.replicate // draft.within
+    across = _strided_group(groups, draft.within * apart, here, host.link, cluster.network, draft.ranks)
+    return MeshPlacement(replicas, split, replicate, edges, share, across)
+
+
+def _has_groups(draft: Draft) -> bool:
+    return bool(draft.shard) and 0 < draft.within < draft.replicate
 
 
 def _strided_group(ranks: int, apart: int, here: int, inside: Link, network: Link, everyone: int) -> CommGroup:
@@ -123,14 +136,22 @@ def _by_looking(draft: Draft, cluster: Cluster) -> MeshPlacement:
     devices = list(cluster.devices())
     hosts = _host_numbers(cluster)[ranks]
     inside = min((host.link for _, host in cluster.hosts), key=lambda link: link.bandwidth)
+    replicate = _seen_group(hosts.reshape(draft.replicate, -1).T, inside, cluster.network, hosts)
+    share, across = replicate, None
+    if _has_groups(draft):
+        grouped = hosts.reshape(-1, draft.within, draft.stage * draft.split)
+        share = _seen_group(grouped.transpose(0, 2, 1).reshape(-1, draft.within), inside, cluster.network, hosts)
+        across = _seen_group(grouped.reshape(len(grouped), -1).T, inside, cluster.network, hosts)
     return MeshPlacement(
         _distinct(draft, [[[devices[rank] for rank in split] for split in stage] for stage in ranks.tolist()]),
         _seen_group(hosts.reshape(-1, draft.split), inside, cluster.network, hosts),
-        _seen_group(hosts.reshape(draft.replicate, -1).T, inside, cluster.network, hosts),
+        replicate,
         tuple(
             _seen_edge(hosts[:, rank], hosts[:, (rank + 1) % draft.stage], inside, cluster.network)
             for rank in range(draft.stage)
         ),
+        share,
+        across,
     )
 
 

@@ -122,7 +122,8 @@ class CostModel:
         return Prediction(sum(parts.values()), parts, held, slowest.timeline.events)
 
     def placement(self, draft: Draft) -> MeshPlacement:
-        key = draft.replicate, draft.stage, draft.split, draft.shares, draft.widths, draft.order
+        groups = draft.sharing if draft.shard else 0
+        key = draft.replicate, draft.stage, draft.split, draft.shares, draft.widths, draft.order, groups
         if key not in self._placements:
             self._placements[key] = place(draft, self.cluster)
         return self._placements[key]
@@ -399,8 +400,8 @@ class _Replica:
             if key not in found:
                 trained, frozen, units, forward, backward, _ = key
                 held, busy = StageParameterCounts(trained, frozen, units), OverlapWindow(forward, backward)
-                group = self.placement.replicate
-                found[key] = find_exposed_traffic(self.draft, held, busy, group, workers[0][0], self.system)
+                group, across = self.placement.share, self.placement.across
+                found[key] = find_exposed_traffic(self.draft, held, busy, group, workers[0][0], self.system, across)
         return [found[key] for key in keys]
 
     def _tied(self) -> float:

@@ -52,9 +52,19 @@ class ExposedTraffic:
 
 
 def find_exposed_traffic(
-    draft: Draft, held: StageParameterCounts, busy: OverlapWindow, group: CommGroup, device: Device, system: System
+    draft: Draft,
+    held: StageParameterCounts,
+    busy: OverlapWindow,
+    group: CommGroup,
+    device: Device,
+    system: System,
+    across: CommGroup | None = None,
 ) -> ExposedTraffic:
-    """Return the exposed communication between the replicas of a stage."""
+    """Return the exposed communication between the replicas of a stage.
+
+    group:  the replicas, or those that share training state
+    across: the replicas with the same part of the state, which sum it after each reduce-scatter; default: none
+    """
     if group.ranks == 1:
         return ExposedTraffic()
     width = system.reduced or system.gradient_bytes(draft.amp)
@@ -67,7 +77,7 @@ def find_exposed_traffic(
     summed, scattered, gathered = (stream_seconds(held.trained * copied, device) for copied in system.copied)
     if draft.shard == 0:
         return ExposedTraffic(gradients=summed + _behind("all_reduce", size, busy.backward, group, system))
-    scattering = scattered + _behind("reduce_scatter", size, busy.backward, group, system)
+    scattering = scattered + _behind("reduce_scatter", size, busy.backward, group, system, across)
     last, each = (0.0, scattering) if draft.shard >= 2 else (scattering, 0.0)
     if draft.shard < 3:
         whole = held.trained * (system.amp_weights if draft.amp else system.weights)
@@ -92,13 +102,23 @@ def _with_other_chunks(draft: Draft, busy: OverlapWindow) -> OverlapWindow:
     return OverlapWindow(busy.forward * times, busy.backward * times)
 
 
-def _behind(kind: str, size: float, backward: float, group: CommGroup, system: System) -> float:
-    """Return the exposed seconds of bucketed communication that starts with backward: at least those of one bucket."""
+def _behind(
+    kind: str, size: float, backward: float, group: CommGroup, system: System, across: CommGroup | None = None
+) -> float:
+    """Return the exposed seconds of bucketed communication that starts with backward: at least those of one bucket.
+
+    across: ranks that then sum their parts of each bucket, while the next bucket is on its way
+    """
     if system.overlap == 0.0:
-        return seconds(kind, size, group)
+        return seconds(kind, size, group) + _summed(size, group, across)
     buckets = max(1, math.ceil(size / system.bucket))
-    one = group.skew + seconds(kind, size / buckets, group)
-    return max(one, buckets * one - backward * system.overlap * _link(group).overlap)
+    first, then = group.skew + seconds(kind, size / buckets, group), _summed(size / buckets, group, across)
+    window = backward * system.overlap * min(_link(each).overlap for each in (group, across or group))
+    return max(first + then, first + then + (buckets - 1) * max(first, then) - window)
+
+
+def _summed(size: float, group: CommGroup, across: CommGroup | None) -> float:
+    return across.skew + seconds("all_reduce", size / group.ranks, across) if across else 0.0
 
 
 def _compressed(held: StageParameterCounts, group: CommGroup, device: Device) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from echelon.base.formatting import things
+from echelon.plan.draft import Draft
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cluster.device_catalog import CATALOGUE
 from echelon.planner.plan_search.draft_builder import lack
@@ -50,8 +51,24 @@ def _cures(search: PlanSearch, choice: PlanChoice) -> Iterator[str]:
     device = _larger_device(search.cluster, needed)
     if device:
         yield device
+    low = _low_memory(search)
+    if low:
+        yield low
     if not hosts and not device:
         yield f"{lack(choice):.2g} times the memory"
+
+
+def _low_memory(search: PlanSearch) -> str | None:
+    """Return the strategy of plain replicas with Adam's state in 8 bits, if it fits: it needs the user's consent."""
+    ranks = search.devices or search.cluster.size
+    if search.optimizer not in ("adam", "adamw") or search.fixed or search.batch % ranks:
+        return None
+    for recompute, also in (((), ""), ((True,), ", recompute=True")):
+        draft = Draft(batch=search.batch, replicate=ranks, amp="bf16", recompute=recompute)
+        memory = search.costs.memory(draft, search.costs.placement(draft), low_memory=True)
+        if all(each.total <= each.limit for each in memory):
+            return f"Strategy(low_memory=True{also}), which rounds Adam's state to 8 bits,"
+    return None
 
 
 def _more_hosts(search: PlanSearch) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,7 @@ def _around(search: PlanSearch, best: PlanChoice, shape: PlanShape) -> Iterator[
         yield Neighbour(words, partial(_made, search, changed))
     yield from _recomputing(search, best, shape)
     yield from _sharding(search, shape)
+    yield from _groups(search, best)
     if mesh.replicate > 1 and len(mesh.replicas) == 1 and "replicate" not in search.fixed and not search.devices:
         half = mesh.replicate // 2
         yield Neighbour(f"{half * mesh.stage * mesh.split} devices", partial(_replicas, search, shape, half))
@@ -153,6 +155,20 @@ def _sharding(search: PlanSearch, shape: PlanShape) -> Iterator[Neighbour]:
         words = f"shard {level}" if level else "no shard"
         changed = shape.replaced(shard=level, comm_dtype=None, approximate=None)
         yield Neighbour(words, partial(_made, search, changed))
+
+
+def _groups(search: PlanSearch, best: PlanChoice) -> Iterator[Neighbour]:
+    if best.draft.within and "within" not in search.fixed:
+        words = f"shard {best.draft.shard} over all replicas"
+        yield Neighbour(words, partial(_predicted, search, best.draft.replaced(within=0)))
+    others = () if best.draft.within else search.in_groups(best.draft)
+    for draft in itertools.islice(others, 1):
+        words = f"shard {draft.shard} in groups of {draft.within}"
+        yield Neighbour(words, partial(_predicted, search, draft))
+
+
+def _predicted(search: PlanSearch, draft: Draft) -> list[PlanChoice]:
+    return [search.builder.predicted(draft)]
 
 
 def _made(search: PlanSearch, shape: PlanShape) -> list[PlanChoice]:

@@ -296,7 +296,7 @@ class PlanSearch:
     def finalists(self) -> list[PlanChoice]:
         """Return the best plan of each shape and all nearly as fast plans, with polished cuts.
 
-        Each plan is also tried with the other amp settings.
+        Each plan is also tried with the other amp settings, and with state that the replicas of a host share.
         """
         quickest = sorted(self.found, key=lambda choice: choice.seconds)
         best: dict[object, PlanChoice] = {}
@@ -309,8 +309,20 @@ class PlanSearch:
             for choice in chosen
             for amp in self.techniques.amps[1:]
         ]
+        others += [self.builder.predicted(draft) for choice in chosen for draft in self.in_groups(choice.draft)]
         chosen += [choice for choice in others if choice.prediction.fits]
         return sorted((self.polished(choice) for choice in chosen), key=lambda choice: choice.seconds)
+
+    def in_groups(self, draft: Draft) -> Iterator[Draft]:
+        """Yield the plan with training state shared by the replicas of one host (HSDP), if they are some of many."""
+        sizes = {len(host.devices) for _, host in self.cluster.hosts}
+        within = min(sizes) // (draft.stage * draft.split)
+        if not draft.shard or draft.order or len(sizes) > 1 or not 1 < within < draft.replicate:
+            return
+        if draft.replicate % within == 0 and self.fixed.get("within", within) == within:
+            yield draft.replaced(within=within)
+            if any(draft.recompute) and "recompute" not in self.fixed:  # which hid gathers between hosts
+                yield draft.replaced(within=within, recompute=())
 
     def polished(self, choice: PlanChoice) -> PlanChoice:
         """Move cuts by one unit if that helps, because the partition does not consider transfers between stages."""
