@@ -300,7 +300,8 @@ class Auto:
     """Automatic search for the fastest plan that fits: mesh, stages, splits, micro-batches, recompute, shard.
 
     measure: True runs the best candidates for some steps, in temporary processes, and takes the fastest of them; None
-             does so with the best and the default plan if that costs less time than a wrong choice may
+             does so with plans too close to tell, the default plan among them, if that costs less time than a wrong
+             choice may
     trials:  number of candidates to run, default 3
     allow:   approximate methods that may be used; the predicted gain of all of them is reported in any case
     memory:  memory limit per device, in bytes or as in "60 GB"; None is all memory of the device

@@ -264,23 +264,25 @@ def find_plans(
     plain = default_choice(looked, with_memory_limit(cluster, memory), task.samples, task.usual, stepping)
     against = compare_with_default(answer.best[0], plain, task.steps, measured=is_measured(cluster))
     candidates = trial_candidates(answer, against, auto, world.size, fixed)
-    choices = tuple(candidates)
     if auto.measure is None:
         against = with_rivals(against, candidates, task.steps, doubt_of(cluster))
-        choices = against.choices
-    elif not auto.measure:
-        choices = against.choices
+    choices = candidates if auto.measure else against.choices
     plans = [
         make_saved_plan(choice.draft, looked, model=model, cluster=str(cluster), prediction=choice.prediction).to_json()
         for choice in choices
     ]
-    lines = [f"auto: planned for {task.usual}, as a run without a strategy", *_lines(answer, against)]
-    if task.own_batches:
-        lines.append("auto: stages and splits skipped: each rank keeps its own batch; engine.loader() allows them")
-    if "micro_batches" in fixed:
-        lines.append("auto: micro-batches skipped: batch norm or experts depend on whole batches")
+    first = f"auto: planned for {task.usual}, as a run without a strategy"
+    lines = [first, *_lines(answer, against), *_skipped(task, fixed)]
     measure = against.measure if auto.measure is None else auto.measure
     return {"plans": plans, "lines": lines, "measure": measure}
+
+
+def _skipped(task: PlanTask, fixed: Mapping[str, object]) -> Iterator[str]:
+    """Yield lines about the means that plans of this task must do without."""
+    if task.own_batches:
+        yield "auto: stages and splits skipped: each rank keeps its own batch; engine.loader() allows them"
+    if "micro_batches" in fixed:
+        yield "auto: micro-batches skipped: batch norm or experts depend on whole batches"
 
 
 def trial_candidates(

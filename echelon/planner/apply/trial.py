@@ -162,12 +162,13 @@ def find_quickest_plan(
         outcomes = [runner.tried(plan) for plan in plans]
     for plan, outcome in zip(plans, outcomes, strict=True):
         say(f"auto: tried {plan.draft}: {_in_words(plan, outcome)}")
+    say(f"auto: the trials took {duration(time.monotonic() - begun)}")
     timed = [(outcome.seconds, at) for at, outcome in enumerate(outcomes) if outcome.seconds is not None]
     if not timed:
         say("auto: no trial has finished; the plan is the one predicted to be quickest")
         return plans[0]
     best = plans[min(timed)[1]]
-    say(f"auto: chosen after {len(plans)} trials, which took {duration(time.monotonic() - begun)}: {best.draft}")
+    say(f"auto: chosen after {len(plans)} trials: {best.draft}")
     return best
 
 
