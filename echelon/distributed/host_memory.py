@@ -232,6 +232,8 @@ def _met(
             return bells, files
     except (OSError, struct.error):
         pass
-    for each in (*bells.values(), *(file for of_rank in files.values() for file in of_rank)):
-        each.close()
+    for bell in bells.values():
+        bell.close()
+    for file in (file for of_rank in files.values() for file in of_rank):
+        file.close()
     return None
