@@ -183,6 +183,13 @@ class Loader:
             )
         return steps
 
+    @property
+    def samples_drawn_again(self) -> int:
+        """The number of samples that fill up the last batch of an epoch; 0 also where it is not known beforehand."""
+        if self._options.uneven != "pad" or not isinstance(self._source, MapSource) or self._sampling is not None:
+            return 0
+        return self._options.missing((self._source.size or 0) % self.global_batch)
+
     def _steps_of_epoch(self) -> int | None:
         if isinstance(self._source, MapSource):
             return self._source.steps

@@ -1,9 +1,20 @@
-"""Log lines on batches whose gradients are left without an update at the end of an epoch or of the run."""
+"""Log lines on the ends of epochs and of the run: samples drawn again, gradients left without an update."""
 
 from __future__ import annotations
 
 from echelon.data import Loader
 from echelon.data.data_source import UnknownLengthError
+
+
+def epoch_padding(loader: Loader) -> str | None:
+    """Return a log line if samples are drawn again to give every replica equally many, else None."""
+    again = loader.samples_drawn_again
+    if not again:
+        return None
+    return (
+        f"data: {again} {'sample is' if again == 1 else 'samples are'} drawn again to fill up an epoch's last batch, "
+        "whose step is not that of one process; with uneven='join' it is"
+    )
 
 
 def epoch_leftover(loader: Loader, merge: int) -> str | None:

@@ -18,7 +18,7 @@ from echelon.data.torch_loader import LoaderRequest, is_torch_loader, loader_req
 from echelon.distributed.mesh_groups import MeshGroups
 from echelon.distributed.world import World
 from echelon.engine.elastic import shares
-from echelon.engine.leftover_batches import epoch_leftover
+from echelon.engine.leftover_batches import epoch_leftover, epoch_padding
 from echelon.engine.run_context import RunContext
 from echelon.hf.document_boundaries import DocumentBoundaryCheck
 from echelon.parallel.objective import count_samples, has_rows
@@ -130,8 +130,9 @@ class LoaderFactory:
             self._run.metrics.count_corpora(lambda: loader.corpus_samples or {})
         if (line := loader.reading_line) is not None:
             self._run.say(line)
-        if (line := epoch_leftover(loader, self._plan.gradient_merge)) is not None:
-            self._run.say(line)
+        for line in (epoch_padding(loader), epoch_leftover(loader, self._plan.gradient_merge)):
+            if line is not None:
+                self._run.say(line)
         if self._saved_plan is not None and self._saved_plan.draft.batch != loader.global_batch:
             made_for = self._saved_plan.draft.batch
             self._run.say(f"the plan was made for a global batch of {made_for}; another may be quicker here")

@@ -490,6 +490,28 @@ def left_over(batches: int, own_loop: bool) -> str:
     return said.getvalue()
 
 
+def last_batch(rows: int, **options: Any) -> tuple[str, list[Tensor]]:
+    echelon.init(seed=0)
+    net = mlp()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        engine = echelon.distribute(net, loss=F.mse_loss, optimizer=sgd(net), log=echelon.Log(progress=False))
+        data = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1)), torch.ones(rows, 2)
+        for x, y in engine.loader(data, global_batch=4, **options):
+            engine.step(x, y)
+        engine.close()
+    return said.getvalue(), [p.detach().clone() for p in net.parameters()]
+
+
+def test_samples_drawn_again_are_said_and_join_needs_none() -> None:
+    line = "data: 1 sample is drawn again to fill up an epoch's last batch"
+    assert line in run(last_batch, 21, ranks=2)[0][0]
+    assert "drawn again" not in run(last_batch, 22, ranks=2)[0][0]
+    said, weights = run(last_batch, 21, uneven="join", ranks=2)[0]
+    assert "drawn again" not in said
+    for ours, alone in zip(weights, last_batch(21)[1], strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-7)
+
+
 def test_batches_left_over_are_told_at_the_start_and_the_end() -> None:
     said, nothing = run(left_over, 9, own_loop=False, ranks=2)
     assert "an epoch has 9 batches, and 4 make an update; 1 left over at its end counts in the first update" in said
