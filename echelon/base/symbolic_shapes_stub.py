@@ -1,7 +1,7 @@
 """Stand-ins for torch's symbolic shapes, and for sympy below them, while fake tensors have sizes that are numbers.
 
-Torch asks its symbolic shapes about every size, also about plain numbers, for which the answers are those below. The
-import takes 1.6 s of CPU (torch 2.13), as long as the profile of a BERT. Whatever asks for more of it gets the module.
+Torch asks its symbolic shapes about every size, also about plain numbers, for which the answers are those below. Their
+modules cost 1.6 s of CPU to load (torch 2.13), as much as the profile of a BERT. Others get the modules themselves.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ def parallelize(planned: PlannedRun, batch: Any) -> ParallelModel:
     group = grid.group(*plan.data_axes, *(["stage"] if plan.stages else [])) if local is None else None
     within = peers.within if peers else None
     carriers = {} if local is not None else carriers
-    reducers = _reducers(plan, optimizers, parameters, shards, carriers, grid, within, run.world)
+    has_tables = run.backend.session is not None
+    reducers = _reducers(plan, optimizers, parameters, shards, carriers, grid, within, run.world, has_tables)
     sums = _gradient_sums(plan, local_state, shards, grid)
     gradients = Gradients(plan, parameters, local_state.parameters, optimizers, reducers, scaler, census, sums, group)
     staged = _staged(run.world, plan, model, planned.objective, grid)
@@ -161,6 +162,7 @@ def _reducers(
     grid: MeshGroups,
     within: dist.ProcessGroup | None,
     world: World,
+    has_tables: bool,
 ) -> dict[str, GradientReducer]:
     """Return the reducers of each optimizer's gradients; none if there is nothing to reduce.
 
@@ -172,7 +174,7 @@ def _reducers(
         return _updating(plan, optimizers, carriers)
     if not any(carriers.values()):
         return {}
-    hosts = _host_sums(plan, carriers, grid, world)
+    hosts = _host_sums(plan, carriers, grid, world) if has_tables else {}
     return {key: Reducer(plan, key, parameters, carriers, grid.coords["stage"], within, hosts) for key in optimizers}
 
 

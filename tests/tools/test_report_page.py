@@ -558,9 +558,3 @@ def _check_one_figure_for_communication(directory: Path, records: list[dict[str,
     phases = [one for one in waits if one["kind"] == "communicate" and one.get("phase")]
     inside = 1e3 * sum(one["end"] - one["begin"] for one in phases) / 2
     assert inside < record["communicate"], "the exchange in forward and backward counts, too"
-
-
-def test_report_prints_the_parts_of_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made_up.write(tmp_path)
-    report(str(tmp_path), None)
-    assert "report: first step after 40 s (import 4 s, join 500 ms, build 2 s, " in capsys.readouterr().out

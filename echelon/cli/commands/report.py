@@ -13,7 +13,6 @@ from echelon.tools.report.page_server import link, open_server
 from echelon.tools.report.run_files import RunFiles, gather
 from echelon.tools.report.run_page import render
 from echelon.tools.report.runs_page import render_runs, runs_below
-from echelon.tools.report.sections.setup import start_parts
 
 #: Names of the pages in the directory of a run, in a directory of runs, and of several runs.
 PAGE, INDEX, COMPARISON = "report.html", "index.html", "compare.html"
@@ -30,8 +29,6 @@ def report(directory: str, out: str | None) -> Path:
             "events.jsonl can be read there; name the log directory of a run ('echelon run --log-dir', Log(dir=...)), "
             "or a directory of such directories"
         )
-    if gathered.run.facts is not None and (parts := start_parts(gathered.run.facts)):
-        say(f"report: first step after {parts}", stdout=True)
     return _write_page(gathered, Path(out) if out is not None else gathered.run.directory / PAGE)
 
 
