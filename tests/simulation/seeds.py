@@ -30,7 +30,7 @@ FOUND_BY = {
     "failed change taken for an applied one": 2,
     "requests lost with their connection": 2,
     "two states of a worker kept": 5,
-    "lost state not named to a worker": 22,
+    "lost state not named to a worker": 64,
     "snapshot not synced before its manifest": 4,
     "manifest not synced before its rename": 4,
     "lost push of a dropped worker waited for": 98,

@@ -3,8 +3,8 @@
 A value of 0 or more is the slot of a record, EMPTY marks a free place, and any other negative value belongs to an id
 that was pushed but not yet admitted (see ``claims``). So every int64 is a legal key, and admission needs no structure
 of its own. The bucket comes from the high half of the hash, the place in the region from the low half by
-multiplication, so that a region can have any size: a large one grows by 1.4 to 1.6 at a load of 0.8, which keeps the
-memory per id low.
+multiplication, so that a region can have any size: it grows by 1.4 to 1.6 at a load of 0.8, which keeps the memory per
+id low.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ PAIR = 16  # bytes of a key and its value
 #: Distance, in ids, between the prefetch of a cache line and its use.
 AHEAD = 24
 _SMALLEST = 8
-#: Regions below the first size grow by 4, so that a young table seldom grows; regions below the second by 1.6, larger
-#: ones by 1.4.
-_YOUNG, _GROWN_UP = 256, 4096
+#: Regions below the first size grow by 4, regions below the second by 1.6, larger ones by 1.4.
+_YOUNG, _GROWN_UP = 16, 4096
 #: A region of at least this many bytes has its own memory mapping, whose pages go back to the system when it grows.
 _MAPPED = 1 << 16
 
